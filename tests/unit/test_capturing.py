@@ -21,6 +21,7 @@ from midstream.requests.invokes import InvokeResult, PreparedPlan
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
+from midstream.transport.wire import Header
 from midstream.vllm import stream
 from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineRequest
@@ -41,7 +42,7 @@ class Channel:
         ]
         self.receiver = Receiver()
         names = [str(stage) for stage in range(stages)]
-        self.boxes = [self.receiver.expect(each.key, names) for each in self.receivers]
+        self.boxes = [self.receiver.expect(each.key, senders=names) for each in self.receivers]
         self.stages = stages
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
@@ -57,13 +58,7 @@ class Channel:
             layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
             pieces = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
-            header = {
-                "key": self.receivers[number].key,
-                "request": f"r{number}",
-                "final": final,
-                "stage": stage,
-                "confirmed": 0,
-            }
+            header = Header(self.receivers[number].key, f"r{number}", final, stage)
             messages.append((header, {"pieces": pieces, "error": None}))
         self.senders[stage].send_together(messages)
 

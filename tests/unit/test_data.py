@@ -1,4 +1,4 @@
-"""Values as data (`transport.data`): what comes out is what went in, no code runs, and nothing but messages is taken."""
+"""Values as data (`transport.codec`): what comes out is what went in, no code runs, and nothing but messages is taken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError
-from midstream.transport.data import Reader, Writer
+from midstream.transport.codec import Stream, pack
+from midstream.transport.wire import Reader, pieces
 
 numbers = (
     st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats(allow_nan=False) | st.text(max_size=9)
@@ -36,16 +37,20 @@ values = st.recursive(
 )
 
 
-def through(*sent: Any, pieces: int = 1 << 20) -> list[Any]:
-    writer, reader = Writer(), Reader()
-    data = b"".join(piece for value in sent for piece in writer.message(value))
-    return [value for i in range(0, len(data), pieces) for value in reader.feed(data[i : i + pieces])]
+def written(value: Any, stream: Stream) -> bytes:
+    return b"".join(pieces(pack(value, stream, as_data=True)))
+
+
+def through(*sent: Any, size: int = 1 << 20) -> list[Any]:
+    stream, reader = Stream(), Reader()
+    data = b"".join(written(value, stream) for value in sent)
+    return [value for i in range(0, len(data), size) for value in reader.feed(data[i : i + size])]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(values, min_size=1, max_size=3), st.integers(1, 50))
-def test_any_structure_in_pieces_of_any_size(sent: list[Any], pieces: int) -> None:
-    found = through(*sent, pieces=pieces)
+def test_any_structure_in_pieces_of_any_size(sent: list[Any], size: int) -> None:
+    found = through(*sent, size=size)
     assert found == sent and [type(each) for each in found] == [type(each) for each in sent]
 
 
@@ -54,16 +59,16 @@ def test_any_structure_in_pieces_of_any_size(sent: list[Any], pieces: int) -> No
 def test_tensors_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 9).to(dtype)
     for each in (tensor, tensor.mT if len(shape) > 1 else tensor):
-        (found,) = through({"a": [each, each]}, pieces=13)
+        (found,) = through({"a": [each, each]}, size=13)
         assert found["a"][0] is found["a"][1]
         assert found["a"][0].dtype is dtype and torch.equal(found["a"][0], each)
 
 
 def test_a_tensor_travels_once_unless_it_has_changed() -> None:
-    large, writer, reader = torch.zeros(100_000), Writer(), Reader()
+    large, stream, reader = torch.zeros(100_000), Stream(), Reader()
     sizes = []
     for i in range(3):
-        data = b"".join(writer.message([large, i]))
+        data = written([large, i], stream)
         sizes.append(len(data))
         ((found, number),) = reader.feed(data)
         assert torch.equal(found, large) and number == i
@@ -134,8 +139,13 @@ def test_errors_come_back_in_their_class() -> None:
 
 
 def message(tree: Any, table: Any = (), size: int = 0) -> bytes:
-    head = msgspec.msgpack.encode([tree, list(table), size])
-    return struct.pack("<I", len(head)) + head + bytes(size)
+    body = msgspec.msgpack.encode(tree)
+    return headed([[[[], list(table), len(body), size]], None]) + body + bytes(max(size, 0))
+
+
+def headed(head: Any) -> bytes:
+    data = msgspec.msgpack.encode(head)
+    return struct.pack("<I", len(data)) + data
 
 
 def test_nothing_but_messages_is_read() -> None:
@@ -146,13 +156,25 @@ def test_nothing_but_messages_is_read() -> None:
         message(["eval", "1"]),
         struct.pack("<I", 1) + b"\x80",
         message(["tensor", 5]),
-        struct.pack("<I", 4) + msgspec.msgpack.encode([1, [], -5]) + bytes(9),
-        struct.pack("<I", 9002) + b"\x93" + b"\x91" * 9000 + b"\x01",
+        message(["tensor", 0], [[7]]),
+        message([["list"], 1]),
+        message([]),
+        message(1, size=-5),
+        headed([[], None]),
+        headed([[], "stream"]),
+        struct.pack("<I", 9002) + b"\x96" + b"\x91" * 9000 + b"\x01",
+        headed([[[[], [], 9001, 0]], None]) + b"\x91" * 9000 + b"\x01",
     ):
         with pytest.raises(ChannelError):
             list(Reader().feed(data))
-    (found,) = Reader().feed(message(["error", "os", "exec", "text", []]))
+    (found,) = Reader().feed(message(["error", "os", "exec", "text", ["list"]]))
     assert type(found) is MidstreamError
-    for tree in (["dtype", "load"], ["device", "nowhere"], ["named", "x y", ["a"], [1]]):
+    for tree in (
+        ["dtype", "load"],
+        ["device", "nowhere"],
+        ["named", "x y", ["list", "a"], 1],
+        ["named", "x", ["list", "a b"], 1],
+        ["ellipsis", 1],
+    ):
         with pytest.raises(ChannelError):
             list(Reader().feed(message(tree)))

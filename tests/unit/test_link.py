@@ -19,7 +19,7 @@ import torch
 from limits import least
 
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
-from midstream.ranks.link import Held, Link
+from midstream.ranks.link import Held, Link, _Used, _Value
 from midstream.transport import wire
 
 WAIT = 30  # seconds; a shared machine may be slow
@@ -335,10 +335,8 @@ def test_dropped_bodies_leave_nothing_and_do_not_come_back(pair):
         with pytest.raises(NeverReachedError, match="aborted"):
             wait(fetch)
     pair[0].publish("a", 3, torch.ones(3))
-    pair[1]._post(
-        0, {"kind": "value", "body": "a", "number": 9, "ref": (), "failed": False, "ahead": "p"}, torch.ones(3)
-    )
-    pair[1]._post(0, {"kind": "used", "places": [("a", "p", ())]})
+    pair[1]._post(0, _Value(1, "a", 9, (), False, "p"), torch.ones(3))
+    pair[1]._post(0, _Used(1, [("a", "p", ())]))
     pair[1].drop(["a", "never heard of"])
     pair[1].publish("b", 1, 0)
     wait(pair[0].fetch(1, "b", 1))  # by now rank 0 has seen all of it

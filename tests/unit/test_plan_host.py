@@ -400,7 +400,7 @@ def captured(steps, name):
     """`{position: the first element of its row}` of all that was sent for a request."""
     found = {}
     for header, value in steps.sent:
-        for position, _, block, first, number in value["pieces"] if header["request"] == name else ():
+        for position, _, block, first, number in value["pieces"] if header.request == name else ():
             for i in range(number):
                 assert position + i not in found
                 found[position + i] = block[first + i, 0].item()
@@ -559,7 +559,7 @@ def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypat
     steps.step({"a": Capture("resid_post", layers=0, positions="all")})
     for _ in range(4):
         steps.step()
-    assert [header["confirmed"] for header, _ in steps.sent] == [computed - 3 for computed in (3, 4, 5, 6, 7)]
+    assert [header.confirmed for header, _ in steps.sent] == [computed - 3 for computed in (3, 4, 5, 6, 7)]
     steps.sent.clear()
     sampling = _sampling(Capture("resid_post", layers=0, positions="all"))
     sampling.stop = ["."]
@@ -567,7 +567,7 @@ def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypat
     steps.host.begin_step(StepView(["b"], np.array([3]), np.array([0]), 3))
     steps.forward(range(3))
     steps.host.end_step()
-    assert [header["confirmed"] for header, _ in steps.sent if header["request"] == "b"] == [0]
+    assert [header.confirmed for header, _ in steps.sent if header.request == "b"] == [0]
 
 
 def test_d5_consumers_get_rows_while_the_request_goes_on():
@@ -668,7 +668,7 @@ def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     captures.close()
     sinks.close()
     assert taken == ([[0, 1, 2]] if sends and mailbox is None else [])
-    told = [(header["request"], header["final"], value["error"]) for header, value in sent]
+    told = [(header.request, header.final, value["error"]) for header, value in sent]
     assert told == ([("ends", True, None), ("fails", True, "no more")] if sends and mailbox is not None else [])
 
 

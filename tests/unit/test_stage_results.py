@@ -17,17 +17,21 @@ from midstream.errors import EngineClosedError, InterventionError, StageFailedEr
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
-from midstream.requests.invokes import raise_failures
+from midstream.requests.invokes import InvokeResult, raise_failures
 from midstream.runtime.request import users_id
 from midstream.runtime.sending import LocalSinks
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.vllm.engine import collect
-from midstream.vllm.stream import _Saves
+from midstream.transport.wire import Header
+from midstream.vllm.stream import _Saves, traced_result
 
 KEY = ("trace", 0)
+
+
+def collect(box: Mailbox, output: Any, stages: int) -> InvokeResult:
+    return traced_result(asyncio.run(_Saves(box, len(output.outputs), stages).final()), output)
 
 
 class Stages:
@@ -35,13 +39,13 @@ class Stages:
 
     def __init__(self, receiver: Receiver) -> None:
         self.senders = [Sender(receiver.address, f"rank {stage}") for stage in (0, 1)]
-        self.box: Mailbox = receiver.expect(KEY, [sender.name for sender in self.senders])
+        self.box: Mailbox = receiver.expect(KEY, senders=[sender.name for sender in self.senders])
 
     def send(
         self, stage: int, values: dict[str, Any], steps: int, final: bool, sample: str = "r", error: Any = None
     ) -> None:
         failure = Failure.of(error) if error is not None else None
-        header = {"key": KEY, "request": sample, "final": final, "stage": stage}
+        header = Header(KEY, sample, final, stage)
         self.senders[stage].send(header, [Outcome(values, failure=failure, name=f"{sample}/0", steps=steps)])
 
     def flush(self, stage: int) -> None:

@@ -38,7 +38,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ALIGN = 64  # bytes; where a shard's data starts
+_ALIGN = 64  # bytes; where a shard's data starts
 SHARD_BYTES = 256 << 20
 PIECE_BYTES = 512  # overhead of a buffered piece of rows
 
@@ -287,21 +287,11 @@ def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> in
 
     The file appears under its name complete and fsynced, and its name is fsynced when this returns.
     """
-    header: dict[str, Any] = {"__metadata__": FORMAT}
-    offset = 0
-    names = sorted(tensors, key=lambda name: -tensors[name][0].element_size())  # keeps every tensor aligned
-    for name in names:
-        header[name] = entry = _tensor_entry(tensors[name], offset)
-        offset = entry["data_offsets"][1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
+    size, parts = safetensors(tensors, FORMAT)
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in names:
-                for piece in tensors[name]:
-                    file.write(as_bytes(piece).numpy().data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -309,13 +299,25 @@ def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> in
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
-    return 8 + len(text) + offset
+    return size
 
 
-def _tensor_entry(pieces: Sequence[torch.Tensor], offset: int) -> dict[str, Any]:
-    shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
-    size = sum(piece.nbytes for piece in pieces)
-    return {"dtype": DTYPES[pieces[0].dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+def safetensors(
+    tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]
+) -> tuple[int, Iterator[bytes | memoryview]]:
+    """The size and the parts of a safetensors file. Tensors as for `write_shard`; the parts are made one by one."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    names = sorted(tensors, key=lambda name: -tensors[name][0].element_size())  # keeps every tensor aligned
+    for name in names:
+        pieces = tensors[name]
+        shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
+        begin, end = end, end + sum(piece.nbytes for piece in pieces)
+        header[name] = {"dtype": DTYPES[pieces[0].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    data = (as_bytes(piece).numpy().data for name in names for piece in tensors[name])
+    return 8 + len(text) + end, chain([struct.pack("<Q", len(text)) + text], data)
 
 
 def sync_directory(path: Path) -> None:

@@ -23,11 +23,12 @@ import copy
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed
 
@@ -52,6 +53,54 @@ _NAMES_KEPT = 4096  # of bodies that are over; far more than can run at once
 _CLOSE_SECONDS = 5.0
 
 Reader = tuple[int, Ref]  # a rank, and the part of a value that it fetches
+Place = str | tuple[str, ...]  # a point of the model
+
+
+class _Header(msgspec.Struct, array_like=True, tag=True):
+    """What a rank tells another one; `rank` is the sender's."""
+
+    rank: int
+
+
+class _Wanted(_Header):
+    """A request for a value, or for the part of it at `ref`."""
+
+    body: str
+    number: int
+    ref: Ref
+
+
+class _Value(_Header):
+    """The message brings a value, or, if it has `failed`, the error to raise. `ahead`: its place, if it was not requested."""
+
+    body: str
+    number: int
+    ref: Ref
+    failed: bool
+    ahead: Place | None
+
+
+class _Used(_Header):
+    """Of these bodies' places and parts, values that came ahead were used: send the next ones, too."""
+
+    places: list[tuple[str, Place, Ref]]
+
+
+class _Waived(_Header):
+    """The rank will not fetch the values of these numbers, by body."""
+
+    numbers: dict[str, list[int]]
+
+
+class _Over(_Header):
+    """The bodies have failed with `failure`; if `ended`, they are over on that rank, failed or not."""
+
+    bodies: list[str]
+    failure: str | None
+    ended: bool = True
+
+
+_HEADERS = _Wanted | _Value | _Used | _Waived | _Over
 
 
 class Held(NamedTuple):
@@ -80,7 +129,7 @@ class Published:
     held: Held
     ranks: set[int]
     once: bool = False
-    place: Hashable | None = None
+    place: Place | None = None
 
 
 class Fetch:
@@ -94,7 +143,7 @@ class Fetch:
     def __init__(self, owner: int) -> None:
         self.owner = owner
         self.answer: Future[Message] = Future()
-        self._opened: tuple[dict[str, Any], Any] | None = None  # the answer's header and value
+        self._opened: tuple[_Value, Any] | None = None  # the answer's header and value
 
     @property
     def done(self) -> bool:
@@ -121,7 +170,7 @@ class Fetch:
                 f"a value of type {unsendable.type_name} lies on rank {self.owner} and cannot be brought here, where the "
                 f"trace uses it ({unsendable.reason}); use what it holds, such as its tensors, instead."
             )
-        if header["failed"]:
+        if header.failed:
             raise value
         return value
 
@@ -151,8 +200,8 @@ class SharedBody:
     forgotten: int = -1
     waived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     parked: defaultdict[int, set[Reader]] = field(default_factory=lambda: defaultdict(set))
-    subscribers: defaultdict[Hashable, set[Reader]] = field(default_factory=lambda: defaultdict(set))
-    ahead: dict[tuple[int, Hashable, Ref], tuple[int, Message]] = field(default_factory=dict)
+    subscribers: defaultdict[Place, set[Reader]] = field(default_factory=lambda: defaultdict(set))
+    ahead: dict[tuple[int, Place, Ref], tuple[int, Message]] = field(default_factory=dict)
 
     def note_answer(self, number: int, reader: Reader) -> None:
         """A reader gets the value. Subscribe it to the place's next value, and forget this one if nobody else may fetch it."""
@@ -182,7 +231,7 @@ class SharedBody:
             readers -= {reader for reader in readers if reader[0] == rank}
         self.without(rank, list(self.values))
 
-    def take_ahead(self, rank: int, number: int, ref: Ref) -> tuple[Hashable, Message] | None:
+    def take_ahead(self, rank: int, number: int, ref: Ref) -> tuple[Place, Message] | None:
         """The place and message of a value that has come without a request."""
         for key, (its, message) in self.ahead.items():
             if its == number and (key[0], key[2]) == (rank, ref):
@@ -227,10 +276,10 @@ class Link:
         self._closed = False
         self._on_device: weakref.WeakSet[Published] = weakref.WeakSet()
         # Values sent ahead to this rank that it has used in this step: owner -> (body, place, part).
-        self._used: defaultdict[int, set[tuple[str, Hashable, Ref]]] = defaultdict(set)
+        self._used: defaultdict[int, set[tuple[str, Place, Ref]]] = defaultdict(set)
         self._peers = [peer for peer in range(self.size) if peer != rank]
         names = {self._sender_name(peer): peer for peer in self._peers}
-        self._receiver = Receiver(None if len(set(machines)) == 1 else host, handle=self._handle)
+        self._receiver = Receiver(None if len(set(machines)) == 1 else host, headers=_HEADERS, handle=self._handle)
         self._receiver.when_gone = lambda name: self._lose(names[name])
         self._senders: dict[int, Sender] = {}
         addresses = exchange(self._receiver.address)
@@ -244,7 +293,7 @@ class Link:
         number: int,
         value: Any,
         readers: Collection[int] | None = None,
-        place: Hashable | None = None,
+        place: Place | None = None,
     ) -> None:
         """Make `value` available to the other ranks, and answer those that wait for it. Returns at once.
 
@@ -299,7 +348,7 @@ class Link:
             else:
                 self._open.setdefault((peer, body, number, ref), []).append(fetch)
         if not fetch.done:
-            self._post(peer, {"kind": "fetch", "body": body, "number": number, "ref": ref})
+            self._post(peer, _Wanted(self.rank, body, number, ref))
         return fetch
 
     def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
@@ -313,7 +362,7 @@ class Link:
                 for key in useless:
                     del known.ahead[key]
         if under_way:
-            self._post(peer, {"kind": "waived", "numbers": {body: list(numbers[body]) for body in under_way}})
+            self._post(peer, _Waived(self.rank, {body: list(numbers[body]) for body in under_way}))
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
@@ -330,7 +379,7 @@ class Link:
             parked, known.parked = known.parked, defaultdict(set)
         self._refuse_parked(body, parked, error)
         for peer in self._peers if failed else ():
-            self._post(peer, {"kind": "failed", "body": body, "failure": error})
+            self._post(peer, _Over(self.rank, [body], reason, ended=False))
 
     def end(self, body: str, reason: str, failed: bool = False) -> None:
         """The body is over on this rank. Fetches of what it has not published raise `reason`.
@@ -367,9 +416,9 @@ class Link:
             fetch.fail(reason)
         for body in bodies:
             self._refuse_parked(body, parked[body], reason)
-        failure = reason if isinstance(reason, StageFailedError) else None
+        failure = str(reason) if isinstance(reason, StageFailedError) else None
         for peer in self._peers:
-            self._post(peer, {"kind": "end", "bodies": bodies, "failure": failure})
+            self._post(peer, _Over(self.rank, bodies, failure))
 
     def end_step(self) -> None:
         """Call it after each step: ask for the next values of the places whose values were used, and free device memory.
@@ -378,7 +427,7 @@ class Link:
         """
         used, self._used = self._used, defaultdict(set)
         for peer, places in used.items():
-            self._post(peer, {"kind": "used", "places": list(places)})
+            self._post(peer, _Used(self.rank, list(places)))
         with self._lock:
             published = list(self._on_device)
             self._on_device.clear()
@@ -413,11 +462,35 @@ class Link:
     # Called on the receiving threads.
 
     def _handle(self, message: Message) -> None:
-        header = message.header
-        getattr(self, f"_on_{header['kind']}")(header["key"], header, message)
+        match message.header:
+            case _Wanted() as wanted:
+                self._give(wanted)
+            case _Value() as value:
+                self._take(value, message)
+            case _Used(peer, places):
+                with self._lock:
+                    for body, place, ref in places:
+                        if (known := self._under_way(body)) is not None:
+                            known.subscribers[place].add((peer, ref))
+            case _Waived(peer, numbers):
+                with self._lock:
+                    for body, waived in numbers.items():
+                        if (known := self._under_way(body)) is not None:
+                            known.without(peer, waived)
+            case _Over(peer, bodies, failure, ended):
+                with self._lock:
+                    for body in bodies:
+                        if (known := self._known(body)) is not None:
+                            known.failure = known.failure or (
+                                StageFailedError(failure) if failure is not None else None
+                            )
+                            if ended:
+                                known.ended.add(peer)
+                                known.leave(peer)
+                                self._forget_if_over(body, known)
 
-    def _on_fetch(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        body, number, reader = header["body"], header["number"], (peer, header["ref"])
+    def _give(self, wanted: _Wanted) -> None:
+        body, number, reader = wanted.body, wanted.number, (wanted.rank, wanted.ref)
         with self._lock:
             known = self._known(body)
             if known is None:
@@ -434,40 +507,14 @@ class Link:
                 return known.parked[number].add(reader)
         self._answer(reader, body, number, held)
 
-    def _on_value(self, peer: int, header: dict[str, Any], message: Message) -> None:
-        body, number, ref, place = (header[key] for key in ("body", "number", "ref", "ahead"))
+    def _take(self, value: _Value, message: Message) -> None:
+        key = (value.rank, value.body, value.number, value.ref)
         with self._lock:
-            fetches = self._open.pop((peer, body, number, ref), [])
-            if not fetches and place is not None and (known := self._under_way(body)) is not None:
-                known.ahead[peer, place, ref] = number, message
+            fetches = self._open.pop(key, [])
+            if not fetches and value.ahead is not None and (known := self._under_way(value.body)) is not None:
+                known.ahead[value.rank, value.ahead, value.ref] = value.number, message
         for fetch in fetches:
             fetch.answer.set_result(message)
-
-    def _on_used(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        with self._lock:
-            for body, place, ref in header["places"]:
-                if (known := self._under_way(body)) is not None:
-                    known.subscribers[place].add((peer, ref))
-
-    def _on_waived(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        with self._lock:
-            for body, numbers in header["numbers"].items():
-                if (known := self._under_way(body)) is not None:
-                    known.without(peer, numbers)
-
-    def _on_failed(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        with self._lock:
-            if (known := self._known(header["body"])) is not None:
-                known.failure = known.failure or header["failure"]
-
-    def _on_end(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        with self._lock:
-            for body in header["bodies"]:
-                if (known := self._known(body)) is not None:
-                    known.ended.add(peer)
-                    known.failure = known.failure or header["failure"]
-                    known.leave(peer)
-                    self._forget_if_over(body, known)
 
     def _lose(self, peer: int) -> None:
         """The peer is gone."""
@@ -508,7 +555,7 @@ class Link:
 
     # Called without the lock.
 
-    def _answer(self, reader: Reader, body: str, number: int, held: Held, ahead: Hashable | None = None) -> None:
+    def _answer(self, reader: Reader, body: str, number: int, held: Held, ahead: Place | None = None) -> None:
         """Send a value, or the part of it that the reader wants. `ahead`: its place, if it was not requested."""
         rank, ref = reader
         value, ready, failed = held
@@ -519,8 +566,7 @@ class Link:
                 if ahead is not None:
                     return  # the place's value has no such part this time; if it is fetched, that is an error
                 value, ready, failed = Held.error(error)
-        header = {"kind": "value", "body": body, "number": number, "ref": ref, "failed": failed, "ahead": ahead}
-        self._post(rank, header, value, ready)
+        self._post(rank, _Value(self.rank, body, number, ref, failed, ahead), value, ready)
 
     def _refuse_parked(self, body: str, parked: Mapping[int, set[Reader]], error: MidstreamError) -> None:
         for number, readers in parked.items():
@@ -530,12 +576,12 @@ class Link:
     def _post(
         self,
         peer: int,
-        header: Mapping[str, Any],
+        header: _Header,
         value: Any = None,
         ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
         try:
-            self._senders[peer].send({"key": self.rank, **header}, value, ready=ready or {})
+            self._senders[peer].send(header, value, ready=ready or {})
         except ChannelClosedError:
             self._lose(peer)
 

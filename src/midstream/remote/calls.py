@@ -1,28 +1,28 @@
 """What `Remote` and a server send each other for requests: one call, and messages with the outputs as they come.
 
-The call is msgpack. Code in it is pickled; the server loads it only if it was started for that. The messages are data (`transport.data`).
+The call is msgpack. Code in it is pickled; the server loads it only if it was started for that. The messages are data (`transport.codec`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from midstream.capture.rows import Captured
-from midstream.errors import MidstreamError, RemoteError
+from midstream.errors import ChannelError, MidstreamError, RemoteError
 from midstream.lowering.kept import Ending
 from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
+from midstream.transport.codec import NO_MESSAGE, data_kind
 
 MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
 _FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)
-_OUTCOME = ("values", "left", "unsaved", "counted", "stopped", "order", "name", "steps", "saved")
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -118,50 +118,73 @@ class RemoteOutput:
     answers: dict[str | int, float] | None = None
 
 
-# The server's side.
+@dataclass
+class Update:
+    """What is new in the output of a request.
+
+    Attributes:
+        index: of the request in its call.
+        samples: with their new text and tokens only.
+        outcomes: None, and so is what follows, while the request runs. A failure is the error to raise.
+        captures: one for each sample.
+        error: as of `InvokeResult`.
+    """
+
+    index: int
+    id: str
+    prompt: list[int]
+    text: str | None
+    samples: list[RemoteSample]
+    answers: dict[str | int, float] | None
+    saves: Any
+    outcomes: list[Outcome] | None = None
+    captures: list[Captured | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: MidstreamError | None = None
 
 
-class OutputWriter:
-    """Turns the outputs of one request into messages."""
+for _kind in (Update, RemoteSample, Logprob, Outcome):
+    data_kind(_kind)
+data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured.of)
+
+
+class UpdateWriter:
+    """The server's side: turns the outputs of one request into messages."""
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens, by sample
 
-    def message(self, output: Any, result: InvokeResult | None) -> dict[str, Any]:
+    def message(self, output: Any, result: InvokeResult | None) -> Update:
         """What is new in an output of vLLM's; with `result`, all of the rest."""
-        message = {
-            "index": self._index,
-            "id": output.request_id,
-            "prompt": list(output.prompt_token_ids or ()),
-            "text": output.prompt,
-            "samples": [self._sample(sample) for sample in output.outputs],
-            "answers": output.answers,
-        }
+        samples = [self._sample(sample) for sample in output.outputs]
+        prompt = list(output.prompt_token_ids or ())
+        about = (self._index, output.request_id, prompt, output.prompt, samples, output.answers)
         if result is None:
-            return {**message, "saves": output.saves}
-        captures = output.captures if isinstance(output.captures, list) else [output.captures]
-        return {
-            **message,
-            "prompt_logprobs": _logprobs(output.prompt_logprobs),
-            "captures": [_written_captures(each) for each in captures],
-            "outcomes": [_written_outcome(outcome, output) for outcome in result.outcomes],
-            "saves": _without(output, output.saves),
-            "error": result.error,
-        }
+            return Update(*about, output.saves)
 
-    def _sample(self, sample: Any) -> dict[str, Any]:
+        def sent(values: Any) -> Any:  # `tracer.result` stands for the request's own output
+            return map_objects(values, type(output), lambda _: Result())
+
+        outcomes = [
+            replace(each, values=sent(each.values), failure=each.failure and each.failure.exception())  # type: ignore[arg-type]
+            for each in result.outcomes
+        ]
+        captures = output.captures if isinstance(output.captures, list) else [output.captures]
+        return Update(*about, sent(output.saves), outcomes, captures, _logprobs(output.prompt_logprobs), result.error)
+
+    def _sample(self, sample: Any) -> RemoteSample:
         characters, tokens = self._sent.get(sample.index, (0, 0))
         self._sent[sample.index] = len(sample.text), len(sample.token_ids)
-        return {
-            "index": sample.index,
-            "text": sample.text[characters:],
-            "token_ids": list(sample.token_ids[tokens:]),
-            "logprobs": _logprobs(sample.logprobs[tokens:] if sample.logprobs is not None else None),
-            "cumulative_logprob": sample.cumulative_logprob,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-        }
+        return RemoteSample(
+            sample.index,
+            sample.text[characters:],
+            list(sample.token_ids[tokens:]),
+            sample.cumulative_logprob,
+            _logprobs(sample.logprobs[tokens:] if sample.logprobs is not None else None),
+            sample.finish_reason,
+            sample.stop_reason,
+        )
 
 
 def _logprobs(given: Sequence[Mapping[int, Any] | None] | None) -> Any:
@@ -171,26 +194,6 @@ def _logprobs(given: Sequence[Mapping[int, Any] | None] | None) -> Any:
         each and {token: Logprob(found.logprob, found.rank, found.decoded_token) for token, found in each.items()}
         for each in given
     ]
-
-
-def _written_captures(captured: Captured | None) -> list[Any] | None:
-    if captured is None:
-        return None
-    return [(key[0], key[1], captured.when(key), captured[key], captured.positions[key]) for key in captured]
-
-
-def _written_outcome(outcome: Outcome, output: Any) -> dict[str, Any]:
-    written = {name: getattr(outcome, name) for name in _OUTCOME}
-    failure = outcome.failure.exception() if outcome.failure is not None else None
-    return {**written, "values": _without(output, outcome.values), "failure": failure}
-
-
-def _without(output: Any, values: Any) -> Any:
-    """The values, with `Result` for the request's own output, which `tracer.result` stands for."""
-    return map_objects(values, type(output), lambda _: Result())
-
-
-# The client's side.
 
 
 @dataclass
@@ -203,65 +206,35 @@ class _ReceivedFailure(Failure):
 
 
 class OutputReader:
-    """Puts the messages about one request together."""
+    """The client's side: puts the messages about one request together."""
 
     def __init__(self) -> None:
         self.output = RemoteOutput("", [], [])
         self._samples: dict[int, RemoteSample] = {}
 
-    def read(self, message: dict[str, Any]) -> tuple[RemoteOutput, InvokeResult | None]:
+    def read(self, new: Update) -> tuple[RemoteOutput, InvokeResult | None]:
         """The output so far, and the result if the request is over."""
-        for sample in message["samples"]:
-            self._add(sample)
+        for sample in new.samples:
+            if (before := self._samples.get(sample.index)) is not None:
+                sample.text, sample.token_ids = before.text + sample.text, before.token_ids + sample.token_ids
+                if sample.logprobs is not None:
+                    sample.logprobs = (before.logprobs or []) + sample.logprobs
+            self._samples[sample.index] = sample
         samples = [self._samples[index] for index in sorted(self._samples)]
-        self.output = output = RemoteOutput(
-            message["id"],
-            message["prompt"],
-            samples,
-            message.get("text"),
-            saves=message["saves"],
-            answers=message["answers"],
-        )
-        if "outcomes" not in message:
+        self.output = output = RemoteOutput(new.id, new.prompt, samples, new.text, saves=new.saves, answers=new.answers)
+        if new.outcomes is None or new.captures is None:
             return output, None
-        output.finished, output.prompt_logprobs = True, message["prompt_logprobs"]
-        output.saves = _with(output, output.saves)
-        captures = [_read_captures(output.request_id, each) for each in message["captures"]]
-        output.captures = captures[0] if len(captures) == 1 else captures  # type: ignore[assignment]
-        outcomes = [_read_outcome(each, output) for each in message["outcomes"]]
-        return output, InvokeResult(outcomes, output, error=message["error"])
 
-    def _add(self, new: dict[str, Any]) -> None:
-        before = self._samples.get(new["index"], RemoteSample(new["index"]))
-        logprobs = new["logprobs"]
-        self._samples[new["index"]] = RemoteSample(
-            new["index"],
-            before.text + new["text"],
-            before.token_ids + new["token_ids"],
-            new["cumulative_logprob"],
-            None if logprobs is None else (before.logprobs or []) + logprobs,
-            new["finish_reason"],
-            new["stop_reason"],
-        )
+        def received(values: Any) -> Any:
+            return map_objects(values, Result, lambda result: result.of(output))
 
-
-def _read_captures(request: str, planes: Sequence[Any] | None) -> Captured | None:
-    if planes is None:
-        return None
-    tensors = {(site, layer, when): tensor for site, layer, when, tensor, _ in planes}
-    return Captured.of(request, tensors, {key: plane[4] for key, plane in zip(tensors, planes, strict=True)})
-
-
-def _read_outcome(written: dict[str, Any], output: RemoteOutput) -> Outcome:
-    failure = written["failure"]
-    if failure is not None:
-        failure = _ReceivedFailure(None, type(failure).__name__, [], str(failure), [], received=failure)
-    values = _with(output, written["values"])
-    return Outcome(**{**{name: written[name] for name in _OUTCOME}, "values": values}, failure=failure)
-
-
-def _with(output: RemoteOutput, values: Any) -> Any:
-    return map_objects(values, Result, lambda result: result.of(output))
+        output.finished, output.prompt_logprobs, output.saves = True, new.prompt_logprobs, received(new.saves)
+        output.captures = new.captures[0] if len(new.captures) == 1 else new.captures  # type: ignore[assignment]
+        for outcome in new.outcomes:
+            outcome.values = received(outcome.values)
+            if (error := outcome.failure) is not None:
+                outcome.failure = _ReceivedFailure(None, type(error).__name__, [], str(error), [], received=error)  # type: ignore[arg-type]
+        return output, InvokeResult(new.outcomes, output, error=new.error)
 
 
 def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> None:
@@ -298,7 +271,9 @@ class Progress:
             return None
         if isinstance(message, MidstreamError):
             raise message
-        index = message["index"]
+        if not isinstance(message, Update):
+            raise ChannelError(f"{NO_MESSAGE}: {type(message).__name__}")
+        index = message.index
         output, result = self._readers[index].read(message)
         if result is not None:
             if (ending := self._endings[index]) is not None and result.error is None:

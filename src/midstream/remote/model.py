@@ -48,7 +48,7 @@ from midstream.sweeps.events import Event, Outline, decoded
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.program import ShippedCode
-from midstream.transport.data import Reader
+from midstream.transport.wire import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds

@@ -22,8 +22,9 @@ from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.trace.program import Outcome
-from midstream.trace.tree import is_raw
-from midstream.transport.sender import Copier, Sender, mark_ready
+from midstream.transport.codec import Packed, pack
+from midstream.transport.sender import Copier, Sender, finish, mark_ready
+from midstream.transport.wire import Header
 
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
@@ -31,12 +32,10 @@ MESSAGE_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20  # results of traces that are smaller than this are sent together
 _TOGETHER_BYTES = 4 << 20  # of results in one message; a client that keeps one of them keeps the memory of all
 _FEW_PIECES = 4
-_DEPTH = 20  # of nested containers in results that are sent together
-_VALUE_BYTES = 64  # counted for each value in them, beside its own bytes
 _QUEUE_BYTES = 256 << 20
 
 
-_Queued = tuple[dict[str, Any], list[Piece], str | None]  # (header, pieces, error)
+_Queued = tuple[Header, list[Piece], str | None]  # (header, pieces, error)
 
 
 class CaptureSender:
@@ -159,17 +158,11 @@ class CaptureSender:
         error: str | None = None,
     ) -> None:
         if self._sends and request.capture is not None:
-            header = {
-                "key": request.capture,
-                "request": name,
-                "final": final,
-                "stage": self._stage,
-                "confirmed": confirmed,
-            }
+            header = Header(request.capture, name, final, self._stage, confirmed)
             self._queue.append((header, _joined(pieces), error))
 
 
-def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
+def _messages(queue: Sequence[_Queued]) -> list[tuple[Header, Any]]:
     leaving: Counter[int] = Counter()
     for _, pieces, _ in queue:
         for piece in pieces:
@@ -280,7 +273,7 @@ class LocalSinks:
 
     def _on_host(self, chunk: RowChunk, ready: Any) -> RowChunk:
         host = torch.empty(chunk.rows.shape, dtype=chunk.rows.dtype)
-        self._copier.begin(host.view(-1).view(torch.uint8), [chunk.rows], [0], ready).wait()
+        finish(self._copier.begin(host.view(-1).view(torch.uint8), [chunk.rows], [0], ready))
         return chunk._replace(rows=host)
 
     def _put(self, engine_id: str, job: Callable[[], None], size: int = 0) -> None:
@@ -323,9 +316,8 @@ class Reports:
         self.sender: Sender | None = None
         self._stage = stage
         self._client_gone = False
-        self._small: list[tuple[dict[str, Any], list[Outcome]]] = []  # results to be sent together
+        self._small: list[tuple[Header, Packed]] = []  # results to be sent together
         self._small_bytes = 0
-        self._small_tensors: set[int] = set()
 
     @property
     def queued_bytes(self) -> int:
@@ -335,42 +327,27 @@ class Reports:
         """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small final outcomes wait for `flush`."""
         if not self.sends:
             return
-        header = {"key": (trace.trace, trace.index), "request": name, "final": final, "stage": self._stage}
-        if final and not (trace.stream or trace.together) and self._put_aside(header, outcomes):
-            return
+        header = Header((trace.trace, trace.index), name, final, self._stage)
+        if final and not (trace.stream or trace.together or any(outcome.failure for outcome in outcomes)):
+            packed = pack(outcomes)  # now: code that runs before the flush may change the containers
+            if (size := packed.size + len(packed.body)) > _SMALL_BYTES:
+                return self._with_sender(lambda sender: sender.send_packed([(header, packed)]))
+            self._small.append((header, packed))
+            self._small_bytes += size
+            return self.flush() if self._small_bytes >= _TOGETHER_BYTES else None
 
         def send(sender: Sender) -> None:
             sender.send(header, outcomes, name if trace.stream else None, exact=final)
             if final:
                 sender.end(name)
 
-        self._with_sender(send)
-
-    def _put_aside(self, header: dict[str, Any], outcomes: list[Outcome]) -> bool:
-        """Whether the outcomes are small and plain, and wait for `flush`.
-
-        The client unpickles a message as a whole: a value that it fails to rebuild, or a failed copy, must not take other results along.
-        """
-        snapshot = _Snapshot()
-        try:
-            copies = [Outcome(**snapshot.of(vars(outcome))) for outcome in outcomes]
-        except _NotPlain:
-            return False
-        if snapshot.tensors & self._small_tensors:  # two requests get a tensor each
-            return False
-        self._small.append((header, copies))
-        self._small_tensors |= snapshot.tensors
-        self._small_bytes += snapshot.size
-        if self._small_bytes >= _TOGETHER_BYTES:
-            self.flush()
-        return True
+        return self._with_sender(send)
 
     def flush(self) -> None:
         """Send the outcomes that wait in one message, so that requests that end in the same step share its cost."""
         small, self._small, self._small_bytes = self._small, [], 0
-        self._small_tensors.clear()
         if small:
-            self._with_sender(lambda sender: sender.send_together(small))
+            self._with_sender(lambda sender: sender.send_packed(small))
 
     def _with_sender(self, send: Callable[[Sender], None]) -> None:
         if self.sender is None:
@@ -387,46 +364,3 @@ class Reports:
         """Nothing more is sent for the request."""
         if self.sender is not None:
             self.sender.end(name)
-
-
-class _NotPlain(Exception):
-    """The value is not small, or the client might fail to rebuild it."""
-
-
-class _Snapshot:
-    """Copies small values that consist of tensors, numbers and texts in lists, tuples and dicts. Tensors themselves are not copied.
-
-    Attributes:
-        tensors: the ids of the tensors in the values.
-        size: about how many bytes the values have.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: set[int] = set()
-        self.size = 0
-        self._containers: set[int] = set()
-
-    def of(self, value: Any, depth: int = 0) -> Any:
-        """The copy. Raises _NotPlain."""
-        kind = type(value)
-        if kind is torch.Tensor:
-            if not is_raw(value) or not value.is_contiguous() or value.is_conj() or value.is_neg():
-                raise _NotPlain  # to copy it takes more than its bytes, and may fail
-            self.tensors.add(id(value))
-            self._add(value.nbytes)
-            return value
-        if kind in (type(None), bool, float, int, str):
-            self._add(4 * len(value) if kind is str else value.bit_length() // 8 if kind is int else 0)
-            return value
-        if kind not in (list, tuple, dict) or depth > _DEPTH or id(value) in self._containers:
-            raise _NotPlain
-        self._containers.add(id(value))  # one that occurs twice has to stay one
-        self._add()
-        if kind is dict:
-            return {self.of(key, depth + 1): self.of(item, depth + 1) for key, item in value.items()}
-        return kind(self.of(item, depth + 1) for item in value)
-
-    def _add(self, size: int = 0) -> None:
-        self.size += _VALUE_BYTES + size
-        if self.size > _SMALL_BYTES:
-            raise _NotPlain

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import base64
-import itertools
-import json
 import secrets
-import struct
 import threading
 import time
 from collections import Counter
@@ -16,9 +13,8 @@ from typing import Any
 
 import torch
 
-from midstream.capture.directory import ALIGN, DTYPES
+from midstream.capture.directory import safetensors
 from midstream.capture.rows import Captured
-from midstream.trace.tree import as_bytes
 
 MAX_INLINE_BYTES = 1 << 20  # of all captures in one response
 PART_BYTES = 1 << 16  # of a download
@@ -45,13 +41,8 @@ class Held:
 
         The parts are made one by one: a whole file for each of many slow clients would take many times the store's budget.
         """
-        data = as_bytes(self.tensor).numpy().data
-        entry = {"dtype": DTYPES[self.tensor.dtype], "shape": self.about["shape"], "data_offsets": [0, len(data)]}
-        header = {"__metadata__": {name: str(value) for name, value in self.about.items()}, "rows": entry}
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % ALIGN)
-        parts = (bytes(data[at : at + PART_BYTES]) for at in range(0, len(data), PART_BYTES))
-        return 8 + len(text) + len(data), itertools.chain([struct.pack("<Q", len(text)) + text], parts)
+        size, parts = safetensors({"rows": [self.tensor]}, {name: str(value) for name, value in self.about.items()})
+        return size, (bytes(part[at : at + PART_BYTES]) for part in parts for at in range(0, len(part), PART_BYTES))
 
 
 class CaptureStore:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -28,20 +29,20 @@ from midstream.errors import (
 from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.remote.calls import MAX_PROMPTS, Asked, Call, OutputWriter
+from midstream.remote.calls import MAX_PROMPTS, Asked, Call, UpdateWriter
 from midstream.requests.invokes import Invoke, answers_of, token_ids
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
-from midstream.transport.data import Writer, joined
+from midstream.transport.codec import Stream, pack
+from midstream.transport.wire import pieces
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
 _MAX_ANSWERS_BYTES = 1 << 18
 _PROMPT_BYTES = 1 << 10  # of a plan, which take as long to read as it takes to prepare one prompt
-_PIECE_BYTES = 1 << 16  # of a message's tensors
 _ALIVE_SECONDS = 5.0
 _SAVES_SECONDS = 0.5
 _log = logging.getLogger(__name__)
@@ -229,19 +230,18 @@ def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamE
 
 async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
     """What the client gets: None from time to time, outputs as they come, or an error."""
-    writer, loop = Writer(), asyncio.get_running_loop()
+    sent, loop = Stream(), asyncio.get_running_loop()
     with server.counted(len(call.asked)):
         async with contextlib.aclosing(_values(stream, call)) as values:
             async for value in values:
-                pieces = writer.message(value)
-                yield await loop.run_in_executor(None, next, pieces)  # the head, which lists all tensors
-                for piece in joined(pieces, _PIECE_BYTES):
+                packed = await loop.run_in_executor(None, partial(pack, value, sent, as_data=True))
+                for piece in pieces(packed):
                     yield piece
                     await asyncio.sleep(0)  # to others, as a fast client never has the server wait
 
 
 async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
-    writers = [OutputWriter(index) for index in range(len(call.asked))]
+    writers = [UpdateWriter(index) for index in range(len(call.asked))]
     loop, items = asyncio.get_running_loop(), alive(stream.items())
     last = loop.time()
     try:

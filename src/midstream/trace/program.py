@@ -16,9 +16,8 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -414,11 +413,19 @@ def _reference(value: Any) -> Any:
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.
 
 
+OUT_OF_BAND = pickle.PickleBuffer(bytearray())  # stands in a pickle for a tensor, whose bytes may lie on a device
+
+
+def itself(value: Any) -> Any:
+    """The argument: what a pickle makes of a value that is a part of it already, or an out-of-band buffer."""
+    return value
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Pickles code; `weights` takes its tensors and arrays."""
+    """Pickles code; `weights` takes its tensors and arrays, in the order of the out-of-band buffers that stand for them."""
 
     def __init__(self, buffer: io.BytesIO, weights: Weights) -> None:
-        super().__init__(buffer)
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda each: each is not OUT_OF_BAND)
         self._weights = weights
 
     def persistent_id(self, obj: Any) -> Any:
@@ -427,7 +434,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)  # isinstance might run the object's own code
         if self._weights.takes(obj):
-            return _value_here, (self._weights.take(obj),)
+            self._weights.take(obj)
+            return itself, (OUT_OF_BAND,)
         if issubclass(kind, torch.Tensor) and (there := movable(obj)) is not obj:
             return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if issubclass(kind, _LruCache) and not _is_imported(obj):
@@ -450,7 +458,6 @@ class _Pickler(cloudpickle.Pickler):
 
 _LruCache = type(functools.lru_cache(_reference))
 _DISPATCHER = functools.singledispatch(_reference).__code__  # type: ignore[attr-defined]
-_VALUES: ContextVar[Mapping[int, Any]] = ContextVar("midstream_values")
 _SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's id of a class -> this process's own class
 _ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such a class -> the class
 
@@ -469,11 +476,6 @@ def _note_class_bodies(code: CodeType) -> dict[str, Any]:
 def is_sent(kind: type) -> bool:
     """Whether it is a class of this process, which has gone by value with code."""
     return any(kind is each for each in _SENT.values())
-
-
-def _value_here(number: int) -> Any:
-    """The tensor or array of this number. A tensor is on the model's device, so that `model.layers_output[3] += v` works."""
-    return _VALUES.get()[number]
 
 
 def _cached_here(function: Any, parameters: dict[str, Any]) -> Any:
@@ -548,16 +550,12 @@ class _Copier(_Pickler):
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
         except Exception:
             self._place(obj)
-            return _itself, (obj,)
-
-
-def _itself(value: Any) -> Any:
-    return value
+            return itself, (obj,)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, source: io.BytesIO, resolve: Callable[[Any], Any]) -> None:
-        super().__init__(source)
+    def __init__(self, source: io.BytesIO, resolve: Callable[[Any], Any], values: Mapping[int, Any]) -> None:
+        super().__init__(source, buffers=map(values.__getitem__, count()))
         self._resolve = resolve
 
     def persistent_load(self, pid: Any) -> Any:
@@ -628,11 +626,7 @@ def copies(programs: Sequence[Program], keeps: Callable[[Any], bool]) -> list[Pr
         with torch.inference_mode(False):
             values = weights.copies()
         buffer.seek(0)
-        token = _VALUES.set(values)
-        try:
-            found: list[Program] = _Unpickler(buffer, pickler.kept.__getitem__).load()
-        finally:
-            _VALUES.reset(token)
+        found: list[Program] = _Unpickler(buffer, pickler.kept.__getitem__, values).load()
     except MidstreamError:
         raise
     except Exception as error:
@@ -743,13 +737,9 @@ def unship(
     check_python(data)
     source = io.BytesIO(data)
     source.seek(2)
-    token = _VALUES.set({})
-    try:
-        with torch.inference_mode(False):
-            _VALUES.set(values_of(pickle.load(source), weights or {}, device))
-            programs: Any = _Unpickler(source, resolve).load()
-    finally:
-        _VALUES.reset(token)
+    with torch.inference_mode(False):
+        values = values_of(pickle.load(source), weights or {}, device)
+        programs: Any = _Unpickler(source, resolve, values).load()
     if type(programs) is not list or not all(isinstance(each, Program) for every in programs for each in every):
         raise TraceError("The trace's code is not what `ship` has made.")
     return programs

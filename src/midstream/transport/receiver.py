@@ -3,14 +3,14 @@
     receiver = Receiver()                                  # client, once per engine
     box = receiver.expect(("req-1", 0))                    # before the request is submitted
     sender = Sender(receiver.address, name="rank 0")       # worker; the address came by RPC
-    sender.send({"key": ("req-1", 0)}, {"h": tensor})      # returns at once
+    sender.send(Header(("req-1", 0), ...), {"h": tensor})  # returns at once
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors, queues it and returns. The sender's `Copier` copies the tensors to host memory, and its
-thread writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a
-thread for each worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are
-unpickled by the receiving thread.
+`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread copies the tensors and writes the
+frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
+worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are unpickled by the
+receiving thread.
 
 Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that brought them, which is freed with the
 last of them. Messages of one stream share the tensors that they have in common.
@@ -22,27 +22,30 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import secrets
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
-from midstream.transport import wire
+from midstream.trace.program import itself
+from midstream.transport import codec, wire
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
 _STRANGERS = 64  # connections without the key, with a thread each; one more drops the oldest. An engine has fewer ranks
+_NAME_BYTES = 256
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process id, user, group
 
 
@@ -50,19 +53,19 @@ _PEER = struct.Struct("3i")  # SO_PEERCRED: process id, user, group
 class Message:
     """A message as it arrived. `load` unpickles the value; the reader calls it, because it may take long."""
 
-    header: dict[str, Any]
+    header: Any
     size: int  # bytes of the payload
     load: Callable[[], Any]
 
-    def open(self) -> tuple[dict[str, Any], Any]:
+    def open(self) -> tuple[Any, Any]:
         return self.header, self.load()
 
 
 class Mailbox:
-    """The messages for one key or several, in the order in which each worker sent them.
+    """The messages for one key, in the order in which each worker sent them.
 
     Args:
-        keys: of the messages.
+        key: of the messages.
         senders: workers without which the mailbox ends.
         forget: tells the receiver that the mailbox is closed.
         budget: counts the bytes that wait here, up to and including the message that the reader works on.
@@ -70,12 +73,12 @@ class Mailbox:
 
     def __init__(
         self,
-        keys: Sequence[Hashable],
+        key: Hashable,
         senders: frozenset[str],
         forget: Callable[[Mailbox], None],
         budget: ByteBudget | None = None,
     ) -> None:
-        self.keys = keys
+        self.key = key
         self.senders = senders
         self._forget = forget
         self._budget = budget
@@ -88,7 +91,7 @@ class Mailbox:
 
     # For the reader.
 
-    def get(self, timeout: float | None = None) -> tuple[dict[str, Any], Any]:
+    def get(self, timeout: float | None = None) -> tuple[Any, Any]:
         """The next (header, value), waiting for it up to `timeout` seconds.
 
         Raises TimeoutError; and ChannelClosedError once nothing is left and nothing more can come.
@@ -100,13 +103,13 @@ class Mailbox:
         assert message is not None
         return message.open()
 
-    def get_nowait(self) -> tuple[dict[str, Any], Any] | None:
+    def get_nowait(self) -> tuple[Any, Any] | None:
         """The next (header, value) if it is here, else None. Raises ChannelClosedError as `get` does."""
         with self._changed:
             message = self._take()
         return message.open() if message else None
 
-    async def aget(self) -> tuple[dict[str, Any], Any]:
+    async def aget(self) -> tuple[Any, Any]:
         """`get` for asyncio, without a timeout: `asyncio.wait_for` adds one, and loses no message when it fires."""
         loop = asyncio.get_running_loop()
         while True:
@@ -158,8 +161,7 @@ class Mailbox:
 
     @property
     def _name(self) -> str:
-        others = f" and {len(self.keys) - 1} others" if len(self.keys) > 1 else ""
-        return f"{self.keys[0]!r}{others}"
+        return repr(self.key)
 
     def _take(self) -> Message | None:
         self._release()
@@ -198,6 +200,7 @@ class Receiver:
             encrypted nor signed after the handshake, so the network has to be trusted.
         paced_bytes: bound of the bytes that wait in `paced` mailboxes together, plus one frame of each worker. Beyond it no worker is
             read from until readers have taken some.
+        headers: the type of the headers, a msgspec.Struct.
         handle: takes every message, on the thread that received it. There are no mailboxes then.
 
     Attributes:
@@ -212,9 +215,11 @@ class Receiver:
         host: str | None = None,
         *,
         paced_bytes: int = 256 << 20,
+        headers: Any = wire.Header,
         handle: Callable[[Message], None] | None = None,
     ) -> None:
         self.when_gone: Callable[[str], None] | None = None
+        self._header = msgspec.msgpack.Decoder(headers).decode
         self._handle = handle
         name = f"midstream-{os.getpid()}-{secrets.token_hex(8)}"
         self._key = secrets.token_bytes(32)
@@ -251,24 +256,19 @@ class Receiver:
         with self._lock:
             return sorted(name for name in self._connections.values() if name is not None)
 
-    def expect(self, key: Hashable, senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
+    def expect(self, key: Hashable, *, senders: Collection[str] = (), paced: bool = False) -> Mailbox:
         """A mailbox for the messages whose header has this key. Call it before the workers can send any.
 
         Once one of `senders` has gone, the mailbox raises ChannelClosedError when it is empty. `paced`: the reader takes messages as
         they come and waits for nothing else, so a full mailbox may hold the workers up.
         """
-        return self.expect_all([key], senders, paced=paced)
-
-    def expect_all(self, keys: Sequence[Hashable], senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
-        """One mailbox for the messages with any of these keys, at least one."""
-        mailbox = Mailbox(keys, frozenset(senders), self._forget, self._paced if paced else None)
+        mailbox = Mailbox(key, frozenset(senders), self._forget, self._paced if paced else None)
         with self._lock:
             if self._closed:
                 raise ChannelClosedError("the results channel is closed")
-            for key in keys:
-                if key in self._mailboxes:
-                    raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
-            self._mailboxes.update(dict.fromkeys(keys, mailbox))
+            if key in self._mailboxes:
+                raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
+            self._mailboxes[key] = mailbox
             gone = self._gone & mailbox.senders
         for name in gone:
             mailbox.fail(_gone_error(name))
@@ -279,7 +279,7 @@ class Receiver:
         with self._lock:
             self._closed = True
             sockets, threads = [*self._listeners, *self._connections], list(self._threads.values())
-            mailboxes = list(dict.fromkeys(self._mailboxes.values()))
+            mailboxes = list(self._mailboxes.values())
             self._mailboxes.clear()
         self._paced.close()
         for sock in sockets:
@@ -297,9 +297,8 @@ class Receiver:
 
     def _forget(self, mailbox: Mailbox) -> None:
         with self._lock:
-            for key in mailbox.keys:
-                if self._mailboxes.get(key) is mailbox:
-                    del self._mailboxes[key]
+            if self._mailboxes.get(mailbox.key) is mailbox:
+                del self._mailboxes[mailbox.key]
 
     def _start(self, target: Callable[[socket.socket], None], sock: socket.socket) -> None:
         def run() -> None:
@@ -350,13 +349,15 @@ class Receiver:
         in_order = False
         try:
             sock.settimeout(_HANDSHAKE_SECONDS)
-            name, answer = wire.welcome(sock, self._key)
+            peer: Any = wire.Peer(sock)
+            deliver_challenge(peer, self._key)
+            name = peer.recv_bytes(_NAME_BYTES).decode(errors="replace")
             with self._lock:
                 if sock not in self._connections:
                     raise ChannelError(f"{name!r} was dropped: {_STRANGERS} newer connections had not shown the key")
                 self._connections[sock] = name
                 self._gone.discard(name)
-            sock.sendall(answer)
+            answer_challenge(peer, self._key)
             sock.settimeout(None)
             self._read(sock)
             in_order = True
@@ -374,7 +375,7 @@ class Receiver:
             self._gone.add(name)
             if not in_order:
                 self.lost.append(name)
-            waiting = [mailbox for mailbox in dict.fromkeys(self._mailboxes.values()) if name in mailbox.senders]
+            waiting = [mailbox for mailbox in self._mailboxes.values() if name in mailbox.senders]
         for mailbox in waiting:
             mailbox.fail(_gone_error(name))
         if self.when_gone is not None:
@@ -386,13 +387,12 @@ class Receiver:
         while True:
             frame, descriptor = wire.read_frame(sock)
             try:
-                match frame:
-                    case wire.Goodbye():
-                        return
-                    case wire.StreamEnd(stream=stream):
-                        streams.pop(stream, None)
-                    case wire.MessageFrame():
-                        self._deliver(sock, frame, descriptor, streams)
+                if frame.parts:
+                    self._deliver(sock, frame, descriptor, streams)
+                elif frame.stream is None:
+                    return
+                else:
+                    streams.pop(frame.stream, None)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
@@ -401,49 +401,48 @@ class Receiver:
     def _deliver(
         self,
         sock: socket.socket,
-        frame: wire.MessageFrame,
+        frame: wire.Frame,
         descriptor: int | None,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
-        body = wire.read(sock, frame.body)
-        payload = wire.read_payload(sock, frame.payload) if descriptor is None else None
-        header = pickle.loads(frame.header)
-        keys = header["keys"] if "keys" in header else [header["key"]]
-        mailboxes = [self._mailboxes.get(key) for key in keys]
-        takers = [self._handle or (mailbox.deliver if mailbox is not None else None) for mailbox in mailboxes]
-        with self._lock:
-            self.dropped += takers.count(None)
-        if not any(takers):
+        bodies = [wire.read(sock, part.body) for part in frame.parts]
+        size = sum(part.payload for part in frame.parts)
+        payload = torch.empty(size if descriptor is None else 0, dtype=torch.uint8)
+        wire.read_into(sock, payload.numpy().data)
+        parts = [[self._header(each) for each in part.headers] for part in frame.parts]
+        takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
+        if not any(map(any, takers)):
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
             return
         known = streams.setdefault(frame.stream, {}) if frame.stream is not None else {}
         try:
-            if payload is None:
-                assert descriptor is not None
-                payload = wire.map_payload(descriptor, frame.payload)
-            load = partial(wire.unpack, body, wire.resolve(payload, frame.table, known))
+            if descriptor is not None:
+                payload = wire.map_payload(descriptor, size)
+            sizes = [part.payload for part in frame.parts]
+            payloads = payload.split(sizes) if len(sizes) > 1 else (payload,)
+            loads = [
+                partial(codec.unpack, body, codec.resolve(payload, part.table, known))
+                for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
+            ]
         except Exception as error:  # no room to map it, say: this message is lost, and the channel goes on
-            load = partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")
-        message = Message(header, frame.payload, load)
-        # Messages sent together are unpickled here: their readers have just ended a run of many requests and are busy.
-        messages = _apart(message, keys) if "keys" in header else [message]
-        for take, each in zip(takers, messages, strict=True):
-            if take is not None:
-                take(each)
+            loads = [partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")] * len(parts)
+        for part, headers, its_takers, load in zip(frame.parts, parts, takers, loads, strict=True):
+            its_loads: list[Callable[[], Any]] = [load]
+            if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
+                values = load()
+                lost = isinstance(values, UnsendableError)
+                its_loads = [partial(itself, value) for value in ([values] * len(headers) if lost else values)]
+            for take, header, each in zip(its_takers, headers, its_loads, strict=True):
+                if take is not None:
+                    take(Message(header, part.payload // len(headers), each))
 
-
-def _apart(message: Message, keys: Sequence[Hashable]) -> list[Message]:
-    """The messages that were sent together, one for each of `keys`; UnsendableErrors if they cannot be read."""
-    values = message.load()
-    if isinstance(values, UnsendableError):
-        values = [({"key": key}, values) for key in keys]
-    size = message.size // len(keys)
-    return [Message(header, size, _already(value)) for header, value in values]
-
-
-def _already(value: Any) -> Callable[[], Any]:
-    return lambda: value
+    def _taker(self, key: Hashable) -> Callable[[Message], None] | None:
+        if (mailbox := self._mailboxes.get(key)) is not None:
+            return mailbox.deliver
+        with self._lock:
+            self.dropped += 1
+        return None
 
 
 def _is_welcome(sock: socket.socket) -> bool:

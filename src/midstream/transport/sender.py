@@ -12,21 +12,24 @@ import ctypes
 import logging
 import mmap
 import os
-import pickle
 import socket
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import groupby
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from operator import itemgetter
 from typing import Any
 
+import msgspec
 import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import BoundedQueue
 from midstream.trace.tree import as_bits, as_bytes
 from midstream.transport import wire
+from midstream.transport.codec import Packed, Stream, pack
 
 _log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0
@@ -35,39 +38,42 @@ SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
 _ALONE_BYTES = 4 << 20  # a smaller copy takes less time than waking a thread
 
 
+_Part = tuple[list[msgspec.Raw], Packed]  # a value with its headers
+
+
 class _Frame:
     """A frame to write. Its tensors are copied first: into a memfd if they are large and the client can take one.
 
+    Args:
+        parts: none if the frame ends `stream`.
+
     Attributes:
-        packed: the value; None if the frame ends `stream`.
         size: bytes that it counts in the queue.
     """
 
     def __init__(
-        self,
-        header: bytes,
-        stream: str | None,
-        packed: wire.Packed | None,
-        ready: Mapping[torch.device, torch.cuda.Event],
+        self, parts: Sequence[_Part], stream: str | None, ready: Mapping[torch.device, torch.cuda.Event]
     ) -> None:
-        self.packed = packed
-        self.size = len(packed.body) + packed.size if packed is not None else 0
-        self._header, self._stream, self._ready = header, stream, ready
+        self.size = sum(len(packed.body) + packed.size for _, packed in parts)
+        self._parts, self._stream, self._ready = parts, stream, ready
         self._descriptor: int | None = None
         self._payload: torch.Tensor | None = None
         self._memory = contextlib.ExitStack()  # the memfd and its mapping
-        self._copying = Copying()
+        self._copies: list[Future[None]] = []
 
     def begin(self, copier: Copier, takes_descriptors: bool) -> None:
         """Begin to copy the tensors."""
-        if self.packed is None:
-            return
+        tensors, offsets, size = list[torch.Tensor](), list[int](), 0
+        for _, packed in self._parts:
+            tensors += packed.tensors
+            offsets += [size + offset for offset in packed.offsets]
+            size += packed.size
         try:
-            if takes_descriptors and self.packed.size > wire.INLINE_LIMIT:
-                self._payload = self._map(self.packed.size)
+            if takes_descriptors and size > wire.INLINE_LIMIT:
+                self._payload = self._map(size)
             else:
-                self._payload = torch.empty(self.packed.size, dtype=torch.uint8)
-            self._copying = copier.begin(self._payload, self.packed.tensors, self.packed.offsets, self._ready)
+                self._payload = torch.empty(size, dtype=torch.uint8)
+            self._copies = copier.begin(self._payload, tensors, offsets, self._ready)
         except Exception as error:
             self._lose(error)
 
@@ -84,31 +90,29 @@ class _Frame:
     @property
     def is_copied(self) -> bool:
         """Whether `write` would not have to wait for its tensors."""
-        return self._copying.is_done
+        return all(copy.done() for copy in self._copies)
 
     def write(self, sock: socket.socket) -> None:
         """Wait for the copy, and send the frame."""
-        if self.packed is None:
-            assert self._stream is not None
-            return wire.write(sock, wire.StreamEnd(self._stream))
         try:
-            self._copying.wait()
+            finish(self._copies)
         except Exception as error:
             self._lose(error)
-        packed = self.packed
-        head = wire.MessageFrame(self._header, self._stream, packed.table, len(packed.body), packed.size)
-        wire.write(sock, head, packed.body, self._payload, self._descriptor)
+        frame = wire.Frame([wire.part(*part) for part in self._parts], self._stream)
+        body = b"".join([packed.body for _, packed in self._parts])
+        wire.write(sock, frame, body, self._payload, self._descriptor)
 
     def _lose(self, error: Exception) -> None:
-        """Send an error in place of the value."""
+        """Send an error in place of each value."""
         _log.error("results channel: a result could not be copied", exc_info=error)
         self.close()
-        self.packed = wire.pack(UnsendableError("result", f"copying it failed: {error!r}"))
+        lost = pack(UnsendableError("result", f"copying it failed: {error!r}"))
+        self._parts = [(headers, lost) for headers, _ in self._parts]
 
     def close(self) -> None:
         """Wait for the copy, and free its memory and descriptor. Idempotent."""
-        with contextlib.suppress(Exception):  # `write` has reported it
-            self._copying.wait()
+        wait(self._copies)
+        self._copies = []
         self._payload = self._descriptor = None
         self._memory.close()
 
@@ -128,27 +132,27 @@ class Sender:
         self.name = name or f"pid {os.getpid()}"
         self._queue: BoundedQueue[_Frame] = BoundedQueue(queue_bytes)
         self._messages = self._bytes = 0
-        self._streams: dict[str, wire.Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._sock = _connect(address, self.name)
         self._copier = Copier()
         self._queue.start("midstream-send", self._run)
 
     def send(
         self,
-        header: Mapping[str, Any],
+        header: msgspec.Struct,
         value: Any,
         stream: str | None = None,
         *,
         exact: bool = False,
         ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
-        """Queue `value` for the mailbox of `header["key"]`. Returns at once unless the queue is full.
+        """Queue `value` for the mailbox of the header's `key`. Returns at once unless the queue is full.
 
         Tensors may lie anywhere in `value`, on any device; one that occurs twice is sent once. A part that cannot be pickled arrives as
         an `UnsendableError` in its place.
 
         Args:
-            header: can be pickled; its "key" is hashable.
+            header: of the type that the receiver takes.
             stream: a tensor that an earlier message of this stream carried (the same object, unchanged) is not sent again. A stream
                 belongs to one thread and ends with `end`. A change in place shows in the tensor's version. Tensors made in
                 inference mode have none: do not change those, or send them again with `exact`.
@@ -158,20 +162,26 @@ class Sender:
         Raises:
             ChannelClosedError: the channel is closed.
         """
-        hash(header["key"])
-        known = self._streams.setdefault(stream, wire.Stream()) if stream is not None else None
-        self._put(pickle.dumps(dict(header)), stream, wire.pack(value, known, exact), ready)
+        known = self._streams.setdefault(stream, Stream()) if stream is not None else None
+        self._put([([_raw(header)], pack(value, known, exact=exact))], stream, ready)
 
-    def send_together(self, messages: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
+    def send_together(self, messages: Sequence[tuple[msgspec.Struct, Any]]) -> None:
         """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""
+        if len(messages) == 1:
+            self.send(*messages[0])
+        elif messages:
+            headers = [_raw(header) for header, _ in messages]
+            self._put([(headers, pack([value for _, value in messages]))])
+
+    def send_packed(self, messages: Sequence[tuple[msgspec.Struct, Packed]]) -> None:
+        """As `send` for each (header, value), in one frame. The values share nothing: each is read alone."""
         if messages:
-            header = pickle.dumps({"keys": [header["key"] for header, _ in messages]})
-            self._put(header, None, wire.pack([(dict(header), value) for header, value in messages]), None)
+            self._put([([_raw(header)], packed) for header, packed in messages])
 
     def end(self, stream: str) -> None:
         """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
         if self._streams.pop(stream, None) is not None:
-            self._put(b"", stream, None, {})
+            self._put([], stream)
 
     def close(self, flush: bool = True, timeout: float = 30.0) -> None:
         """Send what is queued (`flush`) or drop it, and disconnect; cut off after `timeout` seconds. Idempotent."""
@@ -195,20 +205,19 @@ class Sender:
 
     def _put(
         self,
-        header: bytes,
-        stream: str | None,
-        packed: wire.Packed | None,
-        ready: Mapping[torch.device, torch.cuda.Event] | None,
+        parts: Sequence[_Part],
+        stream: str | None = None,
+        ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
         if ready is None:
-            ready = mark_ready(packed.tensors if packed is not None else ())
-        frame = _Frame(header, stream, packed, ready)
+            ready = mark_ready([tensor for _, packed in parts for tensor in packed.tensors])
+        frame = _Frame(parts, stream, ready)
         with self._queue.changed:
             if not self._queue.put(frame, frame.size):
                 error = self._queue.error
                 raise ChannelClosedError(f"results channel of {self.name}: {error or 'closed'}") from error
             self._bytes += frame.size
-            self._messages += packed is not None
+            self._messages += bool(parts)
 
     def _run(self) -> None:
         frames: deque[_Frame] = deque()  # at most two: while the older one is written, the other's tensors are copied
@@ -223,7 +232,7 @@ class Sender:
                         frame.begin(self._copier, takes_descriptors)
                     if frames and (frame is None or len(frames) > 1):
                         self._write(frames.popleft())
-            wire.write(self._sock, wire.Goodbye())
+            wire.write(self._sock, wire.Frame())
         except BaseException as error:
             if not self._queue.closed:
                 level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR  # the client has gone
@@ -244,6 +253,10 @@ class Sender:
             self._queue.task_done()
 
 
+def _raw(header: msgspec.Struct) -> msgspec.Raw:
+    return msgspec.Raw(wire.encode(header))
+
+
 def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
     """A connection to the client after the handshake: by Unix socket on its own host, by TCP from another."""
     place: str | tuple[str, int]
@@ -258,8 +271,15 @@ def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
         try:
             sock.settimeout(_CONNECT_SECONDS)
             sock.connect(place)
-            wire.introduce(sock, bytes.fromhex(address["key"]), name)
+            peer: Any = wire.Peer(sock)
+            answer_challenge(peer, key := bytes.fromhex(address["key"]))
+            peer.send_bytes(name.encode()[:255])
+            deliver_challenge(peer, key)
             sock.settimeout(None)
+        except (AuthenticationError, AssertionError) as error:
+            raise ChannelError(
+                f"what listens at {place!r} is not this engine's client, or this worker does not have its key: {error}"
+            ) from error
         except OSError as error:
             raise ChannelError(f"the client cannot be reached at {place!r}: {error}") from error
         on_error.pop_all()
@@ -275,21 +295,11 @@ def mark_ready(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
-class Copying:
-    """Copies that have begun."""
-
-    def __init__(self, tasks: Sequence[Future[None]] = ()) -> None:
-        self._tasks = tasks
-
-    @property
-    def is_done(self) -> bool:
-        return all(task.done() for task in self._tasks)
-
-    def wait(self) -> None:
-        """Return when all copies have ended, even if one failed. Raises what one of them raised."""
-        wait(self._tasks)
-        for task in self._tasks:
-            task.result()
+def finish(copies: Sequence[Future[None]]) -> None:
+    """Return when all copies have ended, even if one failed. Raises what one of them raised."""
+    wait(copies)
+    for copy in copies:
+        copy.result()
 
 
 class Copier:
@@ -311,10 +321,10 @@ class Copier:
         tensors: Sequence[torch.Tensor],
         offsets: Sequence[int],
         ready: Mapping[torch.device, torch.cuda.Event],
-    ) -> Copying:
+    ) -> list[Future[None]]:
         """Begin to write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes).
 
-        The caller has to wait for the result: until then the payload is written to. `offsets` come from `wire.lay_out`, `ready` from
+        The caller has to `finish` what is returned: until then the payload is written to. `offsets` come from `codec.lay_out`, `ready` from
         `mark_ready`. If `ready` has an event for host memory, it is waited for: a device is still copying to the tensors there.
         """
         placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
@@ -331,7 +341,7 @@ class Copier:
         except BaseException:
             wait(tasks)  # the caller unmaps the payload
             raise
-        return Copying(tasks)
+        return tasks
 
     def close(self) -> None:
         """End the threads and free the pinned memory."""

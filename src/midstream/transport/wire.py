@@ -1,269 +1,86 @@
-"""Values as messages, and messages on a socket.
+"""Messages on a socket and in an HTTP response.
 
-A value is cut in two. Its tensors travel as raw bytes, the payload, each at a 64-byte aligned offset. The rest, the body, is pickled
-with a number in place of each tensor.
+    length of the head | head (msgspec: a `Frame`) | bodies | payloads
 
-    length of the head | head (msgspec: a `MessageFrame`) | body | payload
-
-is one message. On one host a large payload is not part of the frame: it lies in a memfd whose descriptor travels beside the head. A
-memfd has no name, so nothing is left behind however the processes end.
+is one message; `codec` says what a body and a payload are. On one host a large payload is not part of the frame: it lies in a memfd whose
+descriptor travels beside the head. A memfd has no name, so nothing is left behind however the processes end.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import errno
-import hmac
-import io
-import math
 import os
-import pickle
-import secrets
 import socket
 import struct
 import time
-import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Generator, Iterator
+from multiprocessing import AuthenticationError
+from typing import Any
 
-import cloudpickle
 import msgspec
-import numpy as np
 import torch
-from cloudpickle.cloudpickle import _class_setstate
 
-from midstream.errors import ChannelError, UnsendableError
-from midstream.trace.program import is_sent
-from midstream.trace.tree import is_raw, movable
+from midstream.errors import ChannelError
+from midstream.trace.tree import as_bytes
+from midstream.transport.codec import NO_MESSAGE, Entry, Packed, Size, unpack_data
 
-ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 INLINE_LIMIT = 64 * 1024  # bytes; a smaller payload is cheaper in the frame than in a memfd of its own
-_GREETING = b"midstream-results-2"
-_NONCE_BYTES = 32
-_DIGEST_BYTES = 32
+_MAX_HEAD_BYTES = 64 << 20
+_PIECE_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
+_LENGTH = struct.Struct("<I")  # bytes of the head
 
 
-class Entry(NamedTuple):
-    """One tensor of a message. A tensor that was sent earlier on the same stream has no dtype: the receiver looks it up."""
-
-    number: int | None  # its number on the stream; None if the message belongs to no stream
-    dtype: str | None = None  # "bfloat16"
-    shape: tuple[int, ...] = ()
-    offset: int = 0  # bytes from the start of the payload
-
-
-def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Aligned offsets for `tensors` in a payload, and the payload's size in bytes.
-
-    The tensors of one device lie next to each other, so that they can be staged as one range.
-    """
-    offsets, end = [0] * len(tensors), 0
-    for i in sorted(range(len(tensors)), key=lambda i: str(tensors[i].device)):
-        offsets[i] = end
-        size = tensors[i].numel() * tensors[i].element_size()
-        end += math.ceil(size / ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def resolve(payload: torch.Tensor, table: Sequence[Entry], known: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
-    """The tensors of a message: new ones as views of `payload` (uint8, flat), the others from `known`, None if lost.
-
-    New tensors of a stream are added to `known`. Each tensor has a storage that ends where the tensor ends, because
-    `torch.save` writes the whole storage. All of them keep the payload alive.
-    """
-    memory = payload.numpy()
-    tensors: list[torch.Tensor | None] = []
-    for entry in table:
-        if entry.dtype is None:
-            tensors.append(known.get(entry.number) if entry.number is not None else None)
-            continue
-        tensor = _view(memory, entry.dtype, entry.shape, entry.offset)
-        tensors.append(tensor)
-        if entry.number is not None:
-            known[entry.number] = tensor
-    return tensors
-
-
-def _view(memory: np.ndarray, dtype_name: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    size = math.prod(shape) * dtype.itemsize
-    if size == 0:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
-    return flat.view(dtype).reshape(shape)
-
-
-class Stream:
-    """The tensors that a stream has carried, as the sender remembers them: weakly."""
-
-    def __init__(self) -> None:
-        self._sent: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # id -> (tensor, version, number)
-        self._count = 0
-
-    def find(self, tensor: torch.Tensor) -> int | None:
-        """The number under which this tensor was sent, if it was and has not changed since."""
-        reference, version, number = self._sent.get(id(tensor), (None, 0, 0))
-        if reference is None or reference() is not tensor or version != _version(tensor):
-            return None
-        return number
-
-    def add(self, tensor: torch.Tensor) -> int:
-        number, self._count = self._count, self._count + 1
-        self._sent[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
-        return number
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count their changes
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Pickles a value and collects its tensors instead of pickling them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id, not called for every number and string
-        if not is_raw(obj):
-            if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
-                return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return super().reducer_override(obj)
-        self.tensors.append(obj)  # called once for each tensor: pickle remembers what it has seen
-        return _tensor, (len(self.tensors) - 1,)
-
-
-def _tensor(number: int) -> torch.Tensor:
-    """Stands in a body for the message's tensor of that number; `_Unpickler` replaces it."""
-    raise RuntimeError("A body can only be loaded together with its tensors.")
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> None:
-        super().__init__(io.BytesIO(body))
-        self._tensors = tensors
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, _tensor.__name__):
-            return self._tensors.__getitem__
-        found = super().find_class(module, name)
-        return _fill_copies if found is _class_setstate else found
-
-
-def _fill_copies(kind: type, state: Any) -> Any:
-    """Give a class that came by value its attributes, unless it is a class of this process itself, which a trace has returned."""
-    return kind if is_sent(kind) else _class_setstate(kind, state)
-
-
-class Packed(NamedTuple):
-    """A value cut in two: the pickled body, and the tensors that have to travel with it."""
-
-    body: bytes
-    table: list[Entry]
-    tensors: list[torch.Tensor]  # the new ones only, without grad, in the table's order
-    offsets: list[int]  # bytes, one for each of `tensors`
-    size: int  # bytes of the payload
-
-
-def pack(value: Any, stream: Stream | None = None, exact: bool = False) -> Packed:
-    """Cut `value` in two. Parts that cannot be pickled are replaced by an `UnsendableError`; this never raises for them.
-
-    With `exact`, tensors made in inference mode are sent again even if `stream` has carried them: their changes cannot be seen.
-    """
-    try:
-        body, found = _pickle(value)
-    except Exception as error:
-        body, found = _pickle_what_can_be(value, error)
-    known = [stream.find(tensor) if stream and not (exact and tensor.is_inference()) else None for tensor in found]
-    new = [tensor for tensor, number in zip(found, known, strict=True) if number is None]
-    offsets, size = lay_out(new)
-    places = iter(offsets)
-    table = [
-        Entry(number)
-        if number is not None
-        else Entry(stream.add(tensor) if stream else None, str(tensor.dtype)[6:], tuple(tensor.shape), next(places))
-        for tensor, number in zip(found, known, strict=True)
-    ]
-    with torch._C.DisableTorchFunctionSubclass():  # a parameter class may wrap what detach returns
-        return Packed(body, table, [tensor.detach() for tensor in new], offsets, size)
-
-
-def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """The value; an `UnsendableError` if a tensor was lost, or if this process cannot rebuild the value, for example because it lacks a
-    class."""
-    if any(tensor is None for tensor in tensors):
-        return UnsendableError("(unknown here)", "a tensor sent earlier on its stream was dropped")
-    try:
-        return _Unpickler(body, tensors).load()
-    except Exception as error:
-        return UnsendableError("(unknown here)", f"rebuilding it failed: {error!r}")
-
-
-def _pickle(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
-def _pickle_what_can_be(value: Any, error: Exception) -> tuple[bytes, list[torch.Tensor]]:
-    try:
-        return _pickle(_without_unpicklables(value))
-    except Exception:  # a cycle, or a container whose own class cannot be pickled
-        return _pickle(UnsendableError(type(value).__qualname__, repr(error)))
-
-
-def _without_unpicklables(value: Any) -> Any:
-    """`value` with an `UnsendableError` for each leaf that cannot be pickled; containers are rebuilt."""
-    if isinstance(value, dict):
-        return {_without_unpicklables(key): _without_unpicklables(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_without_unpicklables, value))
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(_without_unpicklables, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rebuilt = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(rebuilt, field.name, _without_unpicklables(getattr(value, field.name)))
-        return rebuilt
-    try:
-        _pickle(value)
-    except Exception as error:
-        return UnsendableError(type(value).__qualname__, repr(error))
-    return value
-
-
-class MessageFrame(msgspec.Struct, tag="message", array_like=True):
-    """The head of a message.
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker says of captured rows, or of a trace's results.
 
     Attributes:
-        header: the pickled header, read before anything else to find the mailbox.
-        stream: the stream that the message belongs to, if any.
-        table: the message's tensors.
+        key: of the mailbox that they go to.
+        request: the engine's name of the request.
+        final: whether this worker sends nothing more for the request.
+        stage: the worker's pipeline stage.
+        confirmed: rows at positions below this are the user's for good.
+    """
+
+    key: tuple[str, int]
+    request: str
+    final: bool
+    stage: int
+    confirmed: int = 0
+
+
+class Part(msgspec.Struct, array_like=True):
+    """One packed value of a message.
+
+    Attributes:
+        headers: read before anything else to find the mailbox. If there are several, the value is a list with a value for each.
+        table: the value's tensors.
         body, payload: their sizes in bytes.
     """
 
-    header: bytes
-    stream: str | None
+    headers: list[msgspec.Raw]
     table: list[Entry]
-    body: int
-    payload: int
+    body: Size
+    payload: Size
 
 
-class StreamEnd(msgspec.Struct, tag="end", array_like=True):
-    """No more messages of this stream come: its tensors can be forgotten."""
-
-    stream: str
+def part(headers: list[msgspec.Raw], packed: Packed) -> Part:
+    return Part(headers, packed.table, len(packed.body), packed.size)
 
 
-class Goodbye(msgspec.Struct, tag="goodbye", array_like=True):
-    """The sender closes in good order."""
+class Frame(msgspec.Struct, array_like=True):
+    """The head of a message. Without parts it ends its stream, whose tensors can be forgotten; or, without a stream, the connection.
+
+    Attributes:
+        parts: their bodies follow one another, and so do their payloads.
+        stream: the stream that the message belongs to, if any.
+    """
+
+    parts: list[Part] = []
+    stream: str | None = None
 
 
-Frame = MessageFrame | StreamEnd | Goodbye
-_LENGTH = struct.Struct("<I")  # bytes of the head
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
@@ -275,12 +92,16 @@ def write(
     descriptor: int | None = None,
 ) -> None:
     """Send a frame. The payload (uint8, flat) goes inside it, or lies in the memfd `descriptor`, which the caller closes."""
-    head = _encode(frame)
-    data = b"".join([_LENGTH.pack(len(head)), head, body])
+    data = _begun(frame, body)
     sent = _send_with(sock, data, descriptor) if descriptor is not None else 0
     sock.sendall(memoryview(data)[sent:])
     if descriptor is None and payload is not None and payload.numel():
         sock.sendall(payload.numpy().data)
+
+
+def _begun(frame: Frame, body: bytes) -> bytes:
+    head = encode(frame)
+    return b"".join([_LENGTH.pack(len(head)), head, body])
 
 
 def _send_with(sock: socket.socket, data: bytes, descriptor: int) -> int:
@@ -313,13 +134,6 @@ def read_frame(sock: socket.socket) -> tuple[Frame, int | None]:
         raise
 
 
-def read_payload(sock: socket.socket, size: int) -> torch.Tensor:
-    """A payload of `size` bytes from the socket: uint8, flat."""
-    payload = torch.empty(size, dtype=torch.uint8)
-    _read_into(sock, payload.numpy().data)
-    return payload
-
-
 def map_payload(descriptor: int, size: int) -> torch.Tensor:
     """The payload in a memfd: uint8, flat, unmapped when its last user dies. Raises RuntimeError.
 
@@ -332,11 +146,12 @@ def map_payload(descriptor: int, size: int) -> torch.Tensor:
 def read(sock: socket.socket, size: int) -> bytearray:
     """Exactly `size` bytes. Raises ConnectionError at the end of the connection."""
     data = bytearray(size)
-    _read_into(sock, memoryview(data))
+    read_into(sock, memoryview(data))
     return data
 
 
-def _read_into(sock: socket.socket, memory: memoryview) -> None:
+def read_into(sock: socket.socket, memory: memoryview) -> None:
+    """As `read`, as many bytes as the memory has."""
     while memory:
         count = sock.recv_into(memory, 0, socket.MSG_WAITALL)
         if not count:
@@ -354,34 +169,82 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def welcome(sock: socket.socket, key: bytes) -> tuple[str, bytes]:
-    """The listening side of the handshake. Returns the worker's name, and the proof of the key that the caller has to send.
+class Peer:
+    """A socket as the challenges of `multiprocessing.connection` take it. By them, both ends prove that they have the engine's key."""
 
-    Raises ChannelError if the other side does not have the key, OSError if it goes away or says nothing.
-    """
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(ours)
-    theirs, length = bytes(read(sock, _NONCE_BYTES)), read(sock, 1)[0]
-    name, proof = bytes(read(sock, length)), bytes(read(sock, _DIGEST_BYTES))
-    if not hmac.compare_digest(proof, _digest(key, b"worker", ours, theirs, name)):
-        raise ChannelError("a connection to the results channel was refused: it does not have this engine's key")
-    return name.decode(errors="replace"), _digest(key, b"client", theirs, ours, name)
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
 
+    def send_bytes(self, data: bytes) -> None:
+        self._sock.sendall(_LENGTH.pack(len(data)) + data)
 
-def introduce(sock: socket.socket, key: bytes, name: str) -> None:
-    """The connecting side: prove the key, give a name (at most 255 bytes), and have the other side prove the key.
-
-    Raises ChannelError if either proof fails, OSError (TimeoutError) if there is no answer.
-    """
-    theirs, ours, called = bytes(read(sock, _NONCE_BYTES)), secrets.token_bytes(_NONCE_BYTES), name.encode()[:255]
-    sock.sendall(ours + bytes([len(called)]) + called + _digest(key, b"worker", theirs, ours, called))
-    try:
-        proof = bytes(read(sock, _DIGEST_BYTES))
-    except ConnectionError as error:
-        raise ChannelError("the client refused this worker: the key in `address` is not that of its engine") from error
-    if not hmac.compare_digest(proof, _digest(key, b"client", ours, theirs, called)):
-        raise ChannelError("what listens at `address` is not this engine's client: it does not have the key")
+    def recv_bytes(self, longest: int) -> bytes:
+        (size,) = _LENGTH.unpack(read(self._sock, _LENGTH.size))
+        if size > longest:
+            raise AuthenticationError("the other side does not speak midstream")
+        return bytes(read(self._sock, size))
 
 
-def _digest(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"\0".join([_GREETING, role, *parts]), "sha256")
+# ----------------------------------------------------------------------------------------- values as data in a response
+
+
+def pieces(packed: Packed) -> Iterator[bytes]:
+    """The message of a value that was packed as data, in pieces of 64 KiB to about 1 MiB; the last one may be shorter."""
+    parts = [_begun(Frame([part([], packed)]), packed.body)]
+    held = at = 0
+    for tensor, offset in zip(packed.tensors, packed.offsets, strict=True):
+        parts.append(bytes(offset - at))
+        data = as_bytes(tensor.cpu()).numpy().data
+        at = offset + len(data)
+        for begin in range(0, len(data), _PIECE_BYTES):
+            parts.append(bytes(data[begin : begin + _PIECE_BYTES]))
+            held += len(parts[-1])
+            if held >= _LEAST_BYTES:
+                yield b"".join(parts)
+                parts, held = [], 0
+    yield b"".join([*parts, bytes(packed.size - at)])
+
+
+class Reader:
+    """Reads the messages of one stream of values as data."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, torch.Tensor] = {}
+        self._parts: deque[memoryview] = deque()
+        self._held = 0  # bytes in the parts
+        self._reading = self._message()
+        self._wanted = next(self._reading)
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """More bytes have come: the values that they complete. Raises ChannelError for anything but messages."""
+        self._parts.append(memoryview(data))
+        self._held += len(data)
+        while self._held >= self._wanted:
+            try:
+                self._wanted = self._reading.send(self._take(self._wanted))
+            except StopIteration as done:
+                yield done.value
+                self._reading = self._message()
+                self._wanted = next(self._reading)
+            except (RecursionError, ValueError) as error:
+                raise ChannelError(f"{NO_MESSAGE}: {error}") from error
+
+    def _message(self) -> Generator[int, bytearray, Any]:
+        """Reads one message: yields how many bytes it needs next, and is sent them."""
+        (size,) = _LENGTH.unpack((yield _LENGTH.size))
+        if size > _MAX_HEAD_BYTES:
+            raise ChannelError(NO_MESSAGE)
+        (head,) = _decode((yield size)).parts
+        body, payload = (yield head.body), (yield head.payload)
+        flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+        return unpack_data(body, flat, head.table, self._known)
+
+    def _take(self, size: int) -> bytearray:
+        self._held -= size
+        taken = bytearray()
+        while len(taken) < size:
+            part, missing = self._parts.popleft(), size - len(taken)
+            taken += part[:missing]
+            if len(part) > missing:
+                self._parts.appendleft(part[missing:])
+        return taken

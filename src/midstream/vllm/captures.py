@@ -26,6 +26,7 @@ from midstream.requests.invokes import PreparedPlan
 from midstream.runtime.request import users_id
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
+from midstream.transport.wire import Header
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
 
@@ -125,19 +126,19 @@ class RowReceiver:
         finally:
             self._taken, self._is_taking = self._taken + 1, False
 
-    def take(self, header: dict[str, Any], value: Any) -> None:
+    def take(self, header: Header, value: Any) -> None:
         with self._taking():
             self._take(header, value)
 
-    def _take(self, header: dict[str, Any], value: Any) -> None:
+    def _take(self, header: Header, value: Any) -> None:
         if isinstance(value, UnsendableError):  # nobody knows which sample the rows belonged to
             for sample in self._samples:
                 sample.fail(CaptureError(f"captured rows were lost on their way: {value}"))
                 sample.finals = self._senders
             return
-        sample = self._samples[sample_index(header["request"], len(self._samples))]
-        sample.name = sample.name or users_id(header["request"])
-        sample.finals += header["final"]
+        sample = self._samples[sample_index(header.request, len(self._samples))]
+        sample.name = sample.name or users_id(header.request)
+        sample.finals += header.final
         if value["error"] is not None:
             sample.fail(PlanError(value["error"]))
         if sample.error is not None or self._is_discarded:
@@ -147,7 +148,7 @@ class RowReceiver:
                 info = CaptureInfo(sample.name, tuple(self._plan.prompt), collected=self.collected)
                 sample.capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
             chunks = [Piece(*piece).chunk for piece in value["pieces"]]
-            sample.capture.add(chunks, max(self.stop or 0, header["confirmed"]))
+            sample.capture.add(chunks, max(self.stop or 0, header.confirmed))
         except CaptureError as error:
             sample.fail(error)
 
@@ -191,7 +192,7 @@ class RowReceiver:
                 sample.capture.discard()
 
 
-async def _next(box: Mailbox) -> tuple[dict[str, Any], Any]:
+async def _next(box: Mailbox) -> tuple[Header, Any]:
     try:
         return await box.aget()
     except ChannelClosedError as error:

@@ -262,7 +262,7 @@ class EngineConnection:
             raise EngineClosedError(_CLOSED)
 
         def opened(key: tuple[str, int], paced: bool = False) -> Mailbox:
-            box = receiver.expect(key, self._senders, paced=paced)
+            box = receiver.expect(key, senders=self._senders, paced=paced)
             stack.callback(box.close)
             return box
 

@@ -29,6 +29,7 @@ from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
 from midstream.trace.program import STOPPED, Outcome, put_results
 from midstream.transport.receiver import Mailbox
+from midstream.transport.wire import Header
 from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index
 from midstream.vllm.engine import EngineConnection, EngineRequest
 
@@ -36,7 +37,7 @@ _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
 _LONG_SECONDS = 0.002  # a reading that takes longer is done on another thread the next time
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
-_StageMessage = tuple[dict[str, Any], list[Outcome]]
+_StageMessage = tuple[Header, list[Outcome]]
 
 
 class EngineStream(OutputStream):
@@ -284,7 +285,7 @@ class _Saves:
     async def final(self) -> list[list[Outcome]]:
         if self._box is None:
             return []
-        while sum(each[-1][0]["final"] for each in self._each()) < self._samples * self._stages:
+        while sum(each[-1][0].final for each in self._each()) < self._samples * self._stages:
             try:
                 self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
             except ChannelClosedError as error:
@@ -299,7 +300,7 @@ class _Saves:
         found = []
         for stages in self._received.values():
             if len(stages) == self._stages:
-                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0]["final"]), default=None)
+                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0].final), default=None)
                 for each in stages.values():
                     while step is not None and len(each) > 1 and _step(each[1]) <= step:
                         del each[0]
@@ -308,8 +309,8 @@ class _Saves:
 
     def _keep(self, message: _StageMessage) -> None:
         header = message[0]
-        stages = self._received.setdefault(sample_index(header["request"], self._samples), {})
-        stages.setdefault(header["stage"], []).append(message)
+        stages = self._received.setdefault(sample_index(header.request, self._samples), {})
+        stages.setdefault(header.stage, []).append(message)
 
 
 def _step(message: _StageMessage) -> int:
@@ -373,13 +374,13 @@ def results_lost(error: ChannelClosedError) -> MidstreamError:
     return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
 
 
-def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], samples: int) -> list[list[Outcome]]:
+def merge_stages(messages: Iterable[_StageMessage], samples: int) -> list[list[Outcome]]:
     """The outcomes of each of a request's samples, merged from the messages of the pipeline stages."""
     each: dict[int, dict[int, list[Outcome]]] = {}
     for header, outcomes in messages:
         if isinstance(outcomes, UnsendableError):
             raise TraceError(f"The saved values of the trace could not be sent: {outcomes}.")
-        each.setdefault(sample_index(header["request"], samples), {})[header["stage"]] = outcomes
+        each.setdefault(sample_index(header.request, samples), {})[header.stage] = outcomes
     return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
 
 
