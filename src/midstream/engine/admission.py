@@ -119,15 +119,15 @@ def misspelt(extra: Mapping[str, Any]) -> str | None:
 
 def unread(place: str, key: str) -> PlanError:
     """The error for a misspelt key."""
-    return PlanError(f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
+    text = f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?"
+    return PlanError(text, field=key)
 
 
-def refused(error: MidstreamError, parameter: str | None = None) -> PlanError:
-    """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400.
-
-    `parameter`: the field of the request that is at fault, for OpenAI's error object.
-    """
-    return _refusal()(str(error), parameter=parameter)  # type: ignore[call-arg]
+def refused(error: MidstreamError) -> PlanError:
+    """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400 with its field as `param`."""
+    made = _refusal()(str(error), parameter=error.field)  # type: ignore[call-arg]
+    made.field = error.field
+    return made
 
 
 @functools.cache

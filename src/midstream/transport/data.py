@@ -192,7 +192,7 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
         return ["unsendable", *map(_as_utf8, (value.type_name, value.reason))]
     if isinstance(value, MidstreamError):
         notes = getattr(value, "__notes__", [])
-        return ["error", *_known_class(value), _as_utf8(text_of(value)), [*map(_as_utf8, notes)]]
+        return ["error", *_known_class(value), _as_utf8(text_of(value)), value.field and _as_utf8(value.field), [*map(_as_utf8, notes)]]
     return _unsendable(
         value,
         "a server sends tensors, numbers, texts and containers of them, and nothing that code would have to rebuild",
@@ -267,8 +267,8 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
             return complex(real, imaginary)
         case ["unsendable", type_name, reason]:
             return UnsendableError(type_name, reason)
-        case ["error", own, builtin, message, notes]:
-            return _error(own, builtin, message, notes)
+        case ["error", own, builtin, message, field, notes]:
+            return _error(own, builtin, message, field, notes)
         case [kind, *items] if kind in _MAKERS:
             return _MAKERS[kind](each(items))
     raise ChannelError(
@@ -281,13 +281,14 @@ def _dtypes() -> dict[str, torch.dtype]:
     return {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
-def _error(own: str, builtin: str | None, message: str, notes: list[str]) -> MidstreamError:
+def _error(own: str, builtin: str | None, message: str, field: str | None, notes: list[str]) -> MidstreamError:
     """An error of a class of midstream's; if it has a builtin base beside, as InterventionErrors do, of a class with both."""
     cls, base = _class(errors, own, MidstreamError), _class(builtins, builtin, Exception)
     if not issubclass(cls, base):
         name = cls.__name__.removesuffix("Error") + base.__name__  # InterventionValueError, as in `Failure.exception`
         cls = type(name, (cls, base), {"__module__": cls.__module__, "__str__": Exception.__str__})
     error: MidstreamError = cls(message)
+    error.field = field
     for note in notes:
         error.add_note(note)
     return error
