@@ -192,7 +192,13 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
         return ["unsendable", *map(_as_utf8, (value.type_name, value.reason))]
     if isinstance(value, MidstreamError):
         notes = getattr(value, "__notes__", [])
-        return ["error", *_known_class(value), _as_utf8(text_of(value)), value.field and _as_utf8(value.field), [*map(_as_utf8, notes)]]
+        return [
+            "error",
+            *_known_class(value),
+            _as_utf8(text_of(value)),
+            value.field and _as_utf8(value.field),
+            [*map(_as_utf8, notes)],
+        ]
     return _unsendable(
         value,
         "a server sends tensors, numbers, texts and containers of them, and nothing that code would have to rebuild",
