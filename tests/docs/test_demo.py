@@ -42,7 +42,7 @@ def demo() -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), kept.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
-        [sys.executable, "-m", "midstream.demo"], env=environment, text=True, start_new_session=True,
+        [sys.executable, "-m", "midstream.cli", "demo"], env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
