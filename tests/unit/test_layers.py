@@ -47,6 +47,7 @@ LEAVES = {
     "plots",
     "progress",
     "queues",
+    "tree",
 }  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {
     "",

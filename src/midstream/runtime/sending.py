@@ -22,8 +22,8 @@ from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.trace.program import Outcome
-from midstream.trace.tree import is_raw
 from midstream.transport.sender import Copier, Sender, mark_ready
+from midstream.tree import is_raw
 
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then

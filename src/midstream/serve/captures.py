@@ -18,7 +18,7 @@ import torch
 
 from midstream.capture.directory import ALIGN, DTYPES
 from midstream.capture.rows import Captured
-from midstream.trace.tree import as_bytes
+from midstream.tree import as_bytes
 
 MAX_INLINE_BYTES = 1 << 20  # of all captures in one response
 PART_BYTES = 1 << 16  # of a download

@@ -24,8 +24,8 @@ from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.remote import ALONE, Peers, Stage
-from midstream.trace.tree import memory_of
 from midstream.trace.visit import Visit
+from midstream.tree import memory_of
 
 Order = Mapping[tuple[str, str], tuple[int, int]]
 Watcher = Callable[[Visit], None]

@@ -25,7 +25,7 @@ from torch import nn
 
 from midstream.errors import UnsavedError
 from midstream.trace.remote import BINARY, COMPARISONS, UNARY
-from midstream.trace.tree import Opaque
+from midstream.tree import Opaque
 
 CONTAINERS = (list, dict, deque)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")

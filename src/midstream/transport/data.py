@@ -23,8 +23,8 @@ import torch
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
 from midstream.trace.tracer import Cache, CacheEntry, Result
-from midstream.trace.tree import as_bytes, is_raw
 from midstream.transport.wire import Entry, Stream, lay_out, resolve
+from midstream.tree import as_bytes, is_raw
 
 MAX_HEAD_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20

@@ -35,7 +35,7 @@ from cloudpickle.cloudpickle import _class_setstate
 
 from midstream.errors import ChannelError, UnsendableError
 from midstream.trace.program import is_sent
-from midstream.trace.tree import is_raw, movable
+from midstream.tree import is_raw, movable
 
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 INLINE_LIMIT = 64 * 1024  # bytes; a smaller payload is cheaper in the frame than in a memfd of its own
