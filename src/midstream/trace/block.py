@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.rewrite import Compiled, compile_body, compile_function, source_of
+from midstream.trace.rewrite import Compiled, compile_body, compile_function, made_again, source_of
 from midstream.trace.saves import Unsaved, is_installed, reached
 
 _UNBOUND = object()
@@ -208,20 +208,7 @@ def with_saves(function: FunctionType) -> FunctionType:
     if "save" not in function.__code__.co_names or is_installed(function.__code__.co_filename):
         return function
     code = compile_function(function.__code__)
-    if code is None:
-        return function
-    own = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    own["__save__"] = CellType(_save)
-    made = FunctionType(
-        code,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(own[name] for name in code.co_freevars),
-    )
-    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**function.__dict__}
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    return made
+    return function if code is None else made_again(function, code, {"__save__": _save})
 
 
 def _save(value: Any) -> Any:

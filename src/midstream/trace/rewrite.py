@@ -12,9 +12,9 @@ import copy
 import dis
 import functools
 import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
@@ -86,10 +86,10 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
     # A statement has to come first, so that a leading string is no docstring.
     function.body = [ast.copy_location(ast.Nonlocal(bound) if bound else ast.Pass(), node), *body]
     try:
-        code = _compiled(function, bound, class_name, frame_code)
+        code = compiled(function, bound, frame_code, class_name)
     except SyntaxError as error:
         raise TraceError(f"{filename}:{error.lineno}: {error.msg}") from error
-    if code is None:
+    if not _marks(code) <= _marks(frame_code):
         raise SourceUnavailableError(
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
@@ -119,16 +119,27 @@ def compile_function(code: CodeType) -> CodeType | None:
         return None
     function = _SavesOnly().visit(copy.deepcopy(found[0]))
     function.decorator_list = []
-    made = _compiled(function, [*code.co_freevars, "__save__"], None, code)
-    return made if made is not None and "__save__" in made.co_freevars else None
+    made = compiled(function, [*code.co_freevars, "__save__"], code)
+    return made if "__save__" in made.co_freevars and _marks(made) <= _marks(code) else None
 
 
-def _compiled(
-    function: ast.FunctionDef, owned: Sequence[str], class_name: str | None, original: CodeType
-) -> CodeType | None:
-    """The code of `function`, defined in a function that owns the names `owned`, in a class of the name `class_name`.
+def made_again(function: FunctionType, code: CodeType, more: Mapping[str, Any]) -> FunctionType:
+    """The function with other code, which may also use the free variables `more`."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType(value) for name, value in more.items()}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**function.__dict__}
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
 
-    None if it has a name or constant that `original`, the code from the same lines, does not have.
+
+def compiled(
+    function: ast.FunctionDef, owned: Sequence[str], original: CodeType, class_name: str | None = None
+) -> CodeType:
+    """The code of `function`, rewritten from the lines of `original`, with the free variables `owned`.
+
+    `class_name`: of the class around it.
     """
     function.name = "__block__"
     tree: Any = ast.parse(f"class {class_name or 'C'}:\n def __names__():\n  {' = '.join([*owned, 'None'])}")
@@ -137,8 +148,6 @@ def _compiled(
     flags = original.co_flags & __future__.annotations.compiler_flag
     module = compile(tree if class_name else ast.Module([outer], []), original.co_filename, "exec", flags, True)
     code = next(each for each in codes_in(module) if each.co_name == "__block__")
-    if not _marks(code) <= _marks(original):
-        return None
     return code.replace(co_name=original.co_name, co_qualname=original.co_qualname)
 
 
