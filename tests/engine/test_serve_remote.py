@@ -311,8 +311,9 @@ def test_g9_errors_are_of_the_same_classes(model: Remote) -> None:
         given = {"prompts": [FRANCE], **given}
         with pytest.raises(error):
             model.generate(given.pop("prompts"), **given)
-    with pytest.raises(PlanError, match=r"layers is 99"):
+    with pytest.raises(PlanError, match=r"layers is 99") as refused:
         model.record(FRANCE, "resid_post", layers=99)
+    assert refused.value.field == "layers"  # the server's `param`
     with pytest.raises(PlanError, match="finite"):
         model.vectors["bad"] = torch.full((256,), float("nan"))
 

@@ -258,7 +258,8 @@ def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
     for name in given:
         if name not in _SERVED_PARAMETERS:
-            raise ParameterError(f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}")
+            text = f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}"
+            raise ParameterError(text, field=name)
     try:
         with own_errors():
             made = msgspec.convert(dict(given), SamplingParams)
