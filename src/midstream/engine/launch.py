@@ -399,7 +399,8 @@ def own_errors(engine: Any = None) -> Iterator[None]:
         text = str(error)
         if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
             raise PromptError(f"vLLM does not take this prompt: {text}") from error
-        raise ParameterError(f"vLLM does not take these sampling parameters: {text}") from error
+        field = getattr(error, "parameter", None)
+        raise ParameterError(f"vLLM does not take these sampling parameters: {text}", field=field) from error
 
 
 def _is_about_input(error: BaseException) -> bool:

@@ -81,8 +81,10 @@ class Sweeping:
         self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
     ) -> None:
         self._model, self.asked = model, asked
-        self._clean = prompts_of(clean)[0]
-        self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
+        with about("clean"):
+            self._clean = prompts_of(clean)[0]
+        with about("corrupt"):
+            self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
         if self._corrupt is None and asked.source == "run":
             raise PromptError(
                 'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.',

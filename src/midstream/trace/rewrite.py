@@ -137,9 +137,11 @@ def made_again(function: FunctionType, code: CodeType, more: Mapping[str, Any]) 
 def compiled(
     function: ast.FunctionDef, owned: Sequence[str], original: CodeType, class_name: str | None = None
 ) -> CodeType:
-    """The code of `function`, rewritten from the lines of `original`, with the free variables `owned`.
+    """The code of `function`, which was rewritten from the lines of `original`.
 
-    `class_name`: of the class around it.
+    Args:
+        owned: names that become free variables of it, if it uses them.
+        class_name: the name of the class around it, for private names.
     """
     function.name = "__block__"
     tree: Any = ast.parse(f"class {class_name or 'C'}:\n def __names__():\n  {' = '.join([*owned, 'None'])}")
