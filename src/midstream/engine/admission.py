@@ -125,16 +125,22 @@ def unread(place: str, key: str) -> PlanError:
 
 def refused(error: MidstreamError) -> PlanError:
     """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400 with its field as `param`."""
-    made = _refusal()(str(error), parameter=error.field)  # type: ignore[call-arg]
-    made.field = error.field
-    return made
+    return _refusal()(str(error), field=error.field)
 
 
 @functools.cache
 def _refusal() -> type[PlanError]:
     from vllm.exceptions import VLLMValidationError
 
-    body = {"__module__": PlanError.__module__, "__str__": Exception.__str__}  # vLLM's would repeat the parameter
+    def init(self: Any, text: str, field: str | None) -> None:
+        VLLMValidationError.__init__(self, text, parameter=field)
+        self.field = field
+
+    body = {
+        "__module__": PlanError.__module__,
+        "__init__": init,
+        "__str__": Exception.__str__,  # vLLM's would repeat the parameter
+    }
     return type("PlanError", (VLLMValidationError, PlanError), body)
 
 
