@@ -277,7 +277,8 @@ def test_demo_fails_when_the_two_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hf: Any
 ) -> None:
     """With transformers on both sides and one of them edited, the exit status says so."""
-    from midstream import LanguageModel, demo, demo_model
+    from midstream import LanguageModel, demo_model
+    from midstream.commands import demo
 
     class Edited(LanguageModel):
         def __enter__(self) -> Any:
