@@ -29,7 +29,7 @@ import tiny_models  # noqa: E402
 from forked import forked  # noqa: E402
 from ranks import SIZES  # noqa: E402
 
-from midstream import compare  # noqa: E402
+from midstream.commands import compare  # noqa: E402
 from midstream.sites import LAYER_SITES, MODEL_SITES  # noqa: E402
 
 PAGE = ROOT / "docs" / "supported.md"

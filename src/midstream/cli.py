@@ -23,10 +23,10 @@ from midstream.errors import MidstreamError, UnsupportedVersionError
 
 _DELEGATES = {  # name: (module, help)
     "demo": (
-        "midstream.demo",
+        "midstream.commands.demo",
         "read, ablate, steer and patch the bundled model on vLLM, and compare with transformers",
     ),
-    "compare": ("midstream.compare", "a table of the largest differences between vLLM and transformers"),
+    "compare": ("midstream.commands.compare", "a table of the largest differences between vLLM and transformers"),
     "serve": ("midstream.serve.command", "vLLM's OpenAI server, with plans in its requests"),
     "doctor": ("midstream.engine.doctor", "compare what midstream uses and replaces of vLLM with vLLM's sources"),
 }

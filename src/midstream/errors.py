@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -14,7 +16,29 @@ def text_of(error: BaseException) -> str:
 
 
 class MidstreamError(Exception):
-    """Base of all midstream errors."""
+    """Base of all midstream errors.
+
+    Attributes:
+        field: the argument that is wrong, or the part of it, if one is: `layers`, `Steer.vector`, `interventions[0].vector`. From a server,
+            the error's `param`.
+    """
+
+    field: str | None = None
+
+    def __init__(self, *args: Any, field: str | None = None) -> None:
+        super().__init__(*args)
+        self.field = field or self.field
+
+
+@contextlib.contextmanager
+def about(field: str) -> Iterator[None]:
+    """Set the `field` of midstream's errors in the block. What is wrong in a plan's interventions is a part of it."""
+    try:
+        yield
+    except MidstreamError as error:
+        own = error.field or ""
+        error.field = f"{field}.{own}" if own.startswith("interventions") else field
+        raise
 
 
 class UnsupportedVersionError(MidstreamError):
@@ -75,6 +99,8 @@ class BarrierError(TraceError):
 
 class PromptError(MidstreamError, ValueError):
     """A prompt that cannot be traced: empty, or longer than one step may be."""
+
+    field = "prompt"
 
 
 class ParameterError(MidstreamError, ValueError):

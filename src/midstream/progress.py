@@ -9,15 +9,10 @@ from typing import Any, Self
 _LONG_SECONDS = 2.0
 
 
-def ipython_shell() -> Any:
-    """The running IPython, or None."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
-
-
 def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
-    return hasattr(ipython_shell(), "kernel")
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def is_watched() -> bool:

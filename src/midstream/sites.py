@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from midstream.tree import Ref
+
 # In the order of the forward pass.
 LAYER_SITES = (
     "resid_pre",
@@ -76,7 +78,6 @@ def hook_hint(name: str) -> str:
 
 Kind = Literal["input", "output"]
 Point = tuple[str, int]  # (site, layer)
-Ref = tuple[int | str, ...]  # where a tensor lies in a tree of tuples, lists and mappings
 Key = tuple[
     str, ...
 ]  # a point of the forward: (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
@@ -167,24 +168,3 @@ class NotFinite(NamedTuple):
             return f"Activations are infinite or NaN at position {self.position}, by the end of the forward pass"
         site, layer = self.point
         return f"Activations are infinite or NaN at {site} of layer {layer}, position {self.position}"
-
-
-def follow(tree: Any, ref: Ref) -> Any:
-    """The leaf of `tree` at `ref`."""
-    for key in ref:
-        tree = tree[key]
-    return tree
-
-
-def replaced(tree: Any, ref: Ref, leaf: Any) -> Any:
-    """A copy of `tree` with another leaf at `ref`. The other leaves are shared."""
-    if not ref:
-        return leaf
-    key, rest = ref[0], ref[1:]
-    if isinstance(tree, dict) or hasattr(tree, "keys"):
-        changed = type(tree)(**tree) if not isinstance(tree, dict) else type(tree)(tree)
-        changed[key] = replaced(tree[key], rest, leaf)
-        return changed
-    items = list(tree)
-    items[int(key)] = replaced(tree[key], rest, leaf)
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -42,7 +42,7 @@ def demo() -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), kept.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
-        [sys.executable, "-m", "midstream.demo"], env=environment, text=True, start_new_session=True,
+        [sys.executable, "-m", "midstream.cli", "demo"], env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -277,7 +277,8 @@ def test_demo_fails_when_the_two_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hf: Any
 ) -> None:
     """With transformers on both sides and one of them edited, the exit status says so."""
-    from midstream import LanguageModel, demo, demo_model
+    from midstream import LanguageModel, demo_model
+    from midstream.commands import demo
 
     class Edited(LanguageModel):
         def __enter__(self) -> Any:

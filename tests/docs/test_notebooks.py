@@ -31,7 +31,7 @@ def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pyt
 CELLS = [
     "from midstream import LanguageModel, demo_model\nmodel = LanguageModel(demo_model())\n"
     "asked = ('The capital of France is', 'The capital of Italy is', ' Paris', ' Rome')",
-    "%%time\nwith model.trace(asked[0]):\n    h = model.layers_output[3].save()\nprint(list(h.shape))",
+    "%%time\nh = model.run(lambda model: model.layers_output[3], asked[0])\nprint(list(h.shape))",
     "result = model.sweep(*asked, layers=[2, 5], positions=[3], progress=True)",
     "from midstream import progress\nprogress._LONG_SECONDS = 0.0\noutputs = model.generate([asked[0]] * 5, max_tokens=20)",
     "drawn = model.sweep(*asked, layers=[2, 5], positions=[3], stream=True).draw()",

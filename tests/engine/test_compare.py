@@ -17,8 +17,8 @@ import pytest
 import tiny_models
 import torch
 
-from midstream import compare
-from midstream.compare import Comparison, Difference, Side
+from midstream.commands import compare
+from midstream.commands.compare import Comparison, Difference, Side
 from midstream.errors import InterventionErrorGroup, TraceError, UnknownSiteError
 
 REQUIRED = "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 opt gpt_neox falcon olmo2 mixtral qwen3_moe".split()

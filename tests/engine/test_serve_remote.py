@@ -311,8 +311,9 @@ def test_g9_errors_are_of_the_same_classes(model: Remote) -> None:
         given = {"prompts": [FRANCE], **given}
         with pytest.raises(error):
             model.generate(given.pop("prompts"), **given)
-    with pytest.raises(PlanError, match=r"layers is 99"):
+    with pytest.raises(PlanError, match=r"layers is 99") as refused:
         model.record(FRANCE, "resid_post", layers=99)
+    assert refused.value.field == "layers"  # the server's `param`
     with pytest.raises(PlanError, match="finite"):
         model.vectors["bad"] = torch.full((256,), float("nan"))
 
@@ -559,15 +560,15 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
         (b"", "body", b"not what midstream.Remote sends"),
         (b"\x81", "body", b"not what midstream.Remote sends"),
         (call(asked=[]), "asked", b"1 to 1024 prompts"),
-        (call(asked=[{"prompt": "x", "params": {}}] * 1025), "asked", b"length <= 1024"),
+        (call(asked=[{"prompt": "x", "params": {}}] * 1025), "body", b"length <= 1024"),
         (call(asked=[{"prompt": [1000] * 100_000, "params": {}}]), "asked[0].prompt", b"A prompt for this model has at most"),
         (call(asked=[{"prompt": "x" * 1_000_000, "params": {}}]), "asked[0].prompt", b"A prompt for this model has at most"),
         (call(asked=[{"prompt": "", "params": {}}]), "asked", b"at least one token id"),
         (call(asked=[{"prompt": "x", "params": {"stop": [[]] * 9_000_000}}]), "asked[0].params", b"parameters has at most"),
         (call(asked=[{"prompt": "x", "params": {}, "answers": [5] * 129}]), "asked[0].answers", b"answers has 129 entries"),
         (call(plans=[[[]] * 9_000_000]), "plans[0]", b"A plan has at most"),
-        (call(record=["a", "b"]), "record", b"unknown field"),
-        (call(stream=1), "stream", b"Expected `bool`"),
+        (call(record=["a", "b"]), "body", b"unknown field `record`"),
+        (call(stream=1), "body", b"Expected `bool`"),
         (call(asked=[{"prompt": FRANCE, "params": {"extra_args": {"midstream": {}}}}]), "asked[0].params", b"extra_args"),
         (call(asked=[{"prompt": FRANCE, "params": {"skip_clone": True}}]), "asked[0].params", b"skip_clone"),
         (call(asked=[{"prompt": FRANCE, "params": {"structured_outputs": {"json": 5}}}]), "asked[0].params", b"Sampling parameters"),

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from midstream.arch import Architecture, detect
-from midstream.sites import LAYER_SITES, follow
+from midstream.sites import LAYER_SITES
+from midstream.tree import follow
 
 IDS = torch.tensor([[5, 17, 33, 60, 91, 120, 44]])
 T = IDS.shape[1]

@@ -380,6 +380,7 @@ def test_h3_what_is_wrong_is_said_before_anything_runs(model):
         (ParameterError, "positions of one length|one length", {"clean": [CLEAN, CLEAN], "corrupt": [CORRUPT, "Rome"]}),
     ):
         given = {"clean": CLEAN, "corrupt": CORRUPT, "answer": " Paris", "foil": " Rome", **changed}
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=text) as caught:
             model.sweep(**given)
+        assert caught.value.field in ({*changed} if "clean" not in changed else {"positions"}), caught.value
     clear(model)

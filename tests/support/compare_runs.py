@@ -27,7 +27,8 @@ import torch
 from engines import left
 from transformers import AutoModelForCausalLM
 
-from midstream import VLLM, Capture, LanguageModel, Steer, compare
+from midstream import VLLM, Capture, LanguageModel, Steer
+from midstream.commands import compare
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.vllm import model as client
 

@@ -36,7 +36,7 @@ from torch import nn
 
 from midstream.arch import Architecture, detect
 from midstream.errors import ArchitectureError, UnknownSiteError
-from midstream.sites import follow
+from midstream.tree import follow
 
 IDS = torch.tensor([3, 1, 4, 1, 5])
 

@@ -98,6 +98,6 @@ def test_errors_of_midstream_are_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     def fails(arguments: list[str]) -> int:
         raise MidstreamError("no such model")
 
-    monkeypatch.setattr("midstream.demo.main", fails)
+    monkeypatch.setattr("midstream.commands.demo.main", fails)
     assert cli.main(["demo"]) == 1
     assert capsys.readouterr().err == "midstream: no such model\n"

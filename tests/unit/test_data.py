@@ -129,10 +129,11 @@ def test_what_is_no_data_is_an_error_in_its_place() -> None:
 
 def test_errors_come_back_in_their_class() -> None:
     mixed: Any = type("InterventionKeyError", (errors.InterventionError, KeyError), {})
-    for sent in (errors.PlanError("p"), errors.OutOfOrderError("o"), mixed("k")):
+    for sent in (errors.PlanError("p", field="Steer.layers"), errors.OutOfOrderError("o"), mixed("k")):
         sent.add_note("where")
         (found,) = through(sent)
         assert isinstance(found, MidstreamError) and found.__notes__ == ["where"]
+        assert found.field == sent.field
         assert isinstance(found, type(sent)) or (
             isinstance(found, KeyError) and type(found).__name__ == type(sent).__name__
         )
@@ -167,7 +168,7 @@ def test_nothing_but_messages_is_read() -> None:
     ):
         with pytest.raises(ChannelError):
             list(Reader().feed(data))
-    (found,) = Reader().feed(message(["error", "os", "exec", "text", ["list"]]))
+    (found,) = Reader().feed(message(["error", "os", "exec", "text", None, ["list"]]))
     assert type(found) is MidstreamError
     for tree in (
         ["dtype", "load"],

@@ -16,11 +16,12 @@ from torch import nn
 from midstream.arch.probe import Plant, Probe, record
 from midstream.errors import DivergedError, NeverReachedError
 from midstream.ranks.tensor import Finder, Layout, Layouts, Segment, Shards, Summands, TensorParallel
-from midstream.sites import Binding, replaced
+from midstream.sites import Binding
 from midstream.trace.body import Randomness
 from midstream.trace.forward import SourceHooks
 from midstream.trace.rows import Event, FlatRows
 from midstream.trace.visit import Journal, Visit
+from midstream.tree import replaced
 
 T, D = 3, 2  # tokens, and elements of a head
 

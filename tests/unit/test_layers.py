@@ -47,13 +47,13 @@ LEAVES = {
     "plots",
     "progress",
     "queues",
+    "tree",
 }  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {
     "",
     "__main__",
     "cli",
-    "demo",
-    "compare",
+    "commands",
     "inspect_ai",
 }  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
@@ -176,7 +176,7 @@ def test_checker_finds_a_circle() -> None:
         ("midstream.engine.worker", "from midstream import VLLM", "not lie below engine"),
         ("midstream.engine.worker", "if TYPE_CHECKING:\n    from midstream.serve import app", "not lie below engine"),
         ("midstream.engine.worker", "import midstream", "not lie below engine"),
-        ("midstream.engine.worker", "from midstream.demo import main", "not lie below engine"),
+        ("midstream.engine.worker", "from midstream.commands.demo import main", "not lie below engine"),
         ("midstream.vllm.model", "from midstream.serve import app", "not lie below vllm"),
         ("midstream.errors", "from midstream.sites import Site", "not lie below errors"),
         ("midstream.vllm.model", "def f():\n    import vllm", "imports vllm;"),

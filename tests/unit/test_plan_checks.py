@@ -91,8 +91,9 @@ def test_what_the_model_can_do_passes():
 
 @pytest.mark.parametrize(("item", "differing", "message"), REFUSED)
 def test_what_it_cannot_do_says_what_it_can(item, differing, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=message) as caught:
         checked(item if isinstance(item, Plan) else [*([] if differing else GOOD), item], **differing)
+    assert (caught.value.field or "no field") in str(caught.value)
 
 
 def test_plans_without_positions_are_fine_with_multimodal_prompts():

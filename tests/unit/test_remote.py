@@ -12,7 +12,7 @@ import torch
 
 from midstream.errors import TraceError
 from midstream.trace.remote import Place, RemoteValue, real
-from midstream.trace.tree import leaves, map_tensors
+from midstream.tree import leaves, map_tensors
 
 
 class Body:

@@ -21,7 +21,8 @@ from torch import nn
 from midstream.arch.aliases import Aliases, Rename, ends_with
 from midstream.arch.probe import Call, Leaf, Probe, planted_embedding
 from midstream.errors import ArchitectureError
-from midstream.sites import Binding, Ref, follow
+from midstream.sites import Binding
+from midstream.tree import Ref, follow
 
 STANDARD: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "h", "blocks", "block", "layer", "decoder_layers", "transformer_blocks"),

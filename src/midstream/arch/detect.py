@@ -35,7 +35,8 @@ from midstream.arch.blocks import (
 )
 from midstream.arch.probe import Plant, Probe, planted_embedding, record, shapes_of
 from midstream.errors import ArchitectureError, UnknownSiteError
-from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Point, Ref
+from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Point
+from midstream.tree import Ref
 
 
 class Shard(Protocol):

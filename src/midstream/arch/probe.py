@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from midstream import hooks
-from midstream.sites import Kind, Ref, replaced
+from midstream.sites import Kind
+from midstream.tree import Ref, replaced, shape_text
+from midstream.tree import leaves as tree_leaves
 
 Plant = Callable[[torch.Tensor], torch.Tensor]
 
@@ -135,19 +137,10 @@ def record(
     return probe
 
 
-def leaves(tree: Any, ref: Ref = (), *, snapshot: bool = False) -> list[Leaf]:
-    """The tensors in a tree of tuples, lists and mappings, with their places in it."""
-    if isinstance(tree, torch.Tensor):
-        if tree.numel() == 0:
-            return []
-        return [Leaf(ref, tree, tuple(tree.shape), _bits(tree) if snapshot else None)]
-    if isinstance(tree, (tuple, list)):
-        items: Any = enumerate(tree)
-    elif isinstance(tree, Mapping) or hasattr(tree, "to_tuple"):
-        items = tree.items()
-    else:
-        return []
-    return [leaf for key, value in items for leaf in leaves(value, (*ref, key), snapshot=snapshot)]
+def leaves(tree: Any, *, snapshot: bool = False) -> list[Leaf]:
+    """The tensors in a tree, with their places in it."""
+    found = [(ref, tensor) for ref, tensor in tree_leaves(tree) if tensor.numel()]
+    return [Leaf(ref, tensor, tuple(tensor.shape), _bits(tensor) if snapshot else None) for ref, tensor in found]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,19 +163,8 @@ def shapes_of(probe: Probe, stream: Leaf) -> dict[str, str]:
     found: dict[str, str] = {}
     for call in probe.calls:
         if call.path not in found:
-            found[call.path] = _written(call.result, tokens, flat)
+            found[call.path] = shape_text(call.result, lambda tensor: _shape(tuple(tensor.shape), tokens, flat))
     return found
-
-
-def _written(tree: Any, tokens: int, flat: bool) -> str:
-    if isinstance(tree, torch.Tensor):
-        return _shape(tuple(tree.shape), tokens, flat)
-    if isinstance(tree, (tuple, list)):
-        inner = [_written(item, tokens, flat) for item in tree]
-        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
-    if isinstance(tree, Mapping):
-        return f"{{{', '.join(f'{key}: {_written(value, tokens, flat)}' for key, value in tree.items())}}}"
-    return "None" if tree is None else type(tree).__name__
 
 
 def _shape(shape: tuple[int, ...], tokens: int, flat: bool) -> str:

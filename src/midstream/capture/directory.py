@@ -51,7 +51,7 @@ from midstream.capture.rows import Arranged, ByPlane, CapturedPositions, arrange
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
-from midstream.trace.tree import as_bytes
+from midstream.tree import as_bytes
 
 _log = logging.getLogger(__name__)
 FORMAT = {"format": "midstream captures", "version": "1"}

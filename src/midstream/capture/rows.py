@@ -25,7 +25,7 @@ from midstream.plan.captures import Key, Layout, Plane, RowSelection
 from midstream.plan.fields import nearest
 from midstream.plan.values import Capture, Consumer
 from midstream.sites import site_of
-from midstream.trace.tree import as_bits
+from midstream.tree import as_bits
 
 V = TypeVar("V")
 NO_POSITIONS = np.empty(0, np.int64)

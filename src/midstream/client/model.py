@@ -511,11 +511,12 @@ class TraceModel(Sizes):
         """As `record`, for somebody else, who pays for the run's bytes: see `runtime.store.RunStore`."""
         if isinstance(positions, str) and positions not in ("all_prompt", "last_prompt"):
             raise PlanError(
-                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, or a Span."
+                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, or a Span.",
+                field="positions",
             )
         each = [sites] if isinstance(sites, str) else list(sites)
         if not each:
-            raise PlanError("record: sites is empty. Allowed: one site or several.")
+            raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
         return self._finish(self._recording(prompt, each, layers, positions, name, owner))
 
     def _recording(

@@ -119,22 +119,28 @@ def misspelt(extra: Mapping[str, Any]) -> str | None:
 
 def unread(place: str, key: str) -> PlanError:
     """The error for a misspelt key."""
-    return PlanError(f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
+    text = f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?"
+    return PlanError(text, field=key)
 
 
-def refused(error: MidstreamError, parameter: str | None = None) -> PlanError:
-    """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400.
-
-    `parameter`: the field of the request that is at fault, for OpenAI's error object.
-    """
-    return _refusal()(str(error), parameter=parameter)  # type: ignore[call-arg]
+def refused(error: MidstreamError) -> PlanError:
+    """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400 with its field as `param`."""
+    return _refusal()(str(error), field=error.field)
 
 
 @functools.cache
 def _refusal() -> type[PlanError]:
     from vllm.exceptions import VLLMValidationError
 
-    body = {"__module__": PlanError.__module__, "__str__": Exception.__str__}  # vLLM's would repeat the parameter
+    def init(self: Any, text: str, field: str | None) -> None:
+        VLLMValidationError.__init__(self, text, parameter=field)
+        self.field = field
+
+    body = {
+        "__module__": PlanError.__module__,
+        "__init__": init,
+        "__str__": Exception.__str__,  # vLLM's would repeat the parameter
+    }
     return type("PlanError", (VLLMValidationError, PlanError), body)
 
 

@@ -24,8 +24,9 @@ from vllm.utils.torch_utils import LayerName
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.engine.plugin import Replacement
-from midstream.sites import Binding, Point, follow
+from midstream.sites import Binding, Point
 from midstream.trace.body import is_in_body
+from midstream.tree import follow
 
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None

@@ -258,7 +258,8 @@ def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
     for name in given:
         if name not in _SERVED_PARAMETERS:
-            raise ParameterError(f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}")
+            text = f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}"
+            raise ParameterError(text, field=name)
     try:
         with own_errors():
             made = msgspec.convert(dict(given), SamplingParams)
@@ -365,7 +366,8 @@ def own_errors(engine: Any = None) -> Iterator[None]:
         text = str(error)
         if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
             raise PromptError(f"vLLM does not take this prompt: {text}") from error
-        raise ParameterError(f"vLLM does not take these sampling parameters: {text}") from error
+        field = getattr(error, "parameter", None)
+        raise ParameterError(f"vLLM does not take these sampling parameters: {text}", field=field) from error
 
 
 def _is_about_input(error: BaseException) -> bool:

@@ -17,7 +17,8 @@ from midstream.lowering.passes import Rows as Choice
 from midstream.lowering.passes import rows_of
 from midstream.plan.building import Builder, Result
 from midstream.plan.rowwise import ELEMENTWISE, RULES, overload
-from midstream.plan.steps import DType, Ref, Rows, arguments_in
+from midstream.plan.steps import DType, Ref, Rows
+from midstream.tree import objects_in
 
 SAME = frozenset("clone alias detach contiguous lift_fresh lift_fresh_copy".split())
 _VIEWS = frozenset("view reshape _unsafe_view _reshape_alias".split())
@@ -155,7 +156,7 @@ class Blocks:
 
     def plain(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: int | None = None) -> Block:
         """An operation of the table."""
-        blocks = list(arguments_in((args, tuple(kwargs.values())), Block))
+        blocks = list(objects_in((args, tuple(kwargs.values())), Block))
         like = max(blocks, key=lambda each: each.result.rank)
         if any((each.rows, each.lead) != (like.rows, like.lead) for each in blocks):
             raise No("it uses different tokens together")

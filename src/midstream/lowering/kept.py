@@ -27,11 +27,11 @@ from midstream.plan.building import Builder, Result
 from midstream.plan.program import MAX_RESULTS, Program
 from midstream.plan.running import unpacked
 from midstream.sites import Point
-from midstream.trace.graph import Chain, Value, ancestors, repeats, values_in
+from midstream.trace.graph import Chain, Value, ancestors, repeats
 from midstream.trace.program import Outcome
 from midstream.trace.record import Recording
 from midstream.trace.stand_in import StandIn
-from midstream.trace.tree import as_bits, map_objects
+from midstream.tree import as_bits, map_objects, objects_in
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LENGTHS = (1, 2, 997)  # a choice of rows that is the last one in these is the last one in all
@@ -144,7 +144,7 @@ class Reads:
 
         def read(value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype) -> _Read:
             key = id(value), str(chain)  # all that a chain without values has are names and numbers
-            if next(values_in(chain), None) is not None:
+            if next(objects_in(chain, Value), None) is not None:
                 return self._read(value, chain, shape, dtype, readers)
             if key not in known:
                 alike = earlier.get(id(value))
@@ -160,7 +160,7 @@ class Reads:
     def _read(
         self, value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, readers: dict[int, Reader]
     ) -> _Read:
-        sources = [each for each in ancestors([value, *values_in(chain)]) if each.kind == "read"]
+        sources = [each for each in ancestors([value, *objects_in(chain, Value)]) if each.kind == "read"]
         if len(sources) != 1:
             raise _NotKept
         (source,) = sources

@@ -24,9 +24,10 @@ from midstream.lowering.blocks import SAME, Block, Blocks, No
 from midstream.lowering.passes import Rows as Choice
 from midstream.plan.building import Builder
 from midstream.plan.program import Program
-from midstream.plan.steps import DType, arguments_in
+from midstream.plan.steps import DType
 from midstream.sites import LAYER_SITES, Point, comes_before
 from midstream.trace.graph import Chain, Value, Write
+from midstream.tree import objects_in
 
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
 
@@ -182,7 +183,7 @@ class Reader:
         if changes and value.out != 0:
             raise No(f"{packet} writes to out=")
         packet = packet.removesuffix("_") if changes else packet
-        blocks = list(arguments_in((args, tuple(kwargs.values())), Block))
+        blocks = list(objects_in((args, tuple(kwargs.values())), Block))
         if not blocks or (changes and not isinstance(args[0], Block)):
             raise No("it uses a tensor of its own that it has filled with values of the model")
         if any(block.parts for block in blocks):

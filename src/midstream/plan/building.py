@@ -12,7 +12,8 @@ import torch
 from midstream.plan.checking import Checker
 from midstream.plan.program import Program, written_step
 from midstream.plan.rowwise import Shaped
-from midstream.plan.steps import INPUT, Const, Constant, Ref, Step, arguments_in
+from midstream.plan.steps import INPUT, Const, Constant, Ref, Step
+from midstream.tree import objects_in
 
 _ROWS = 1009  # any number
 
@@ -150,5 +151,5 @@ class Builder:
             if ref.step not in needed:
                 needed.add(ref.step)
                 if ref.step >= 0:
-                    rest += arguments_in((self._steps[ref.step].args, self._steps[ref.step].kwargs), Ref)
+                    rest += objects_in((self._steps[ref.step].args, self._steps[ref.step].kwargs), Ref)
         return {at for at in needed if at >= 0}, sorted((at for at in needed if at < -1), reverse=True)

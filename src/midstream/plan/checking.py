@@ -11,7 +11,8 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, on_device, overload
-from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step, arguments_in
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step
+from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
 MAX_SHARED = 1 << 20  # numbers of a result that is the same for all rows
@@ -142,12 +143,8 @@ def _check_rows_marks(op: str, call: Call) -> None:
     """A number of rows may stand in sizes alone, and there in front: a result must not depend on it."""
     for name, value in call.named.items():
         inside = value[1:] if SIZED.get(op) == name and isinstance(value, tuple) and value else (value,)
-        if _has_rows(inside):
+        if any(objects_in(inside, Rows)):
             raise Mixes("it uses the number of rows, where it is not a first size")
-
-
-def _has_rows(tree: Any) -> bool:
-    return isinstance(tree, Rows) or (isinstance(tree, (tuple, list)) and any(map(_has_rows, tree)))
 
 
 def _multiplications(func: Any, call: Call) -> float:
@@ -239,7 +236,7 @@ def _check_result(found: Any, rows: int, width: int | None) -> None:
 def _last_use(steps: Sequence[Step], results: Sequence[Ref]) -> dict[int, int]:
     found: dict[int, int] = {}
     for number, step in enumerate(steps):
-        for ref in arguments_in((step.args, step.kwargs), Ref):
+        for ref in objects_in((step.args, step.kwargs), Ref):
             found[ref.step] = number
     return found | {result.step: len(steps) for result in results}
 

@@ -30,22 +30,28 @@ _MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar nam
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
     """The error for a field with a value that is not allowed."""
-    return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}")
+    return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}", field=field)
 
 
-def mapping(place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Any]:
-    """A dict with string keys. It has all `required` keys, and no others than the `optional` ones, if either is given."""
+def mapping(
+    place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] = (), kind: str = ""
+) -> dict[str, Any]:
+    """A dict with string keys. It has all `required` keys, and no others than the `optional` ones, if either is given.
+
+    `kind`: what the dict stands for, for messages.
+    """
+    named = f"{place} ({kind})" if kind else place
     if not isinstance(value, dict):
         raise refuse(place, shown(value), "a dict")
     for key in required:
         if key not in value:
-            raise PlanError(f"{place} has no {key!r}; it has {shown(list(value))}.")
+            raise PlanError(f"{named} has no {key!r}; it has {shown(list(value))}.", field=place)
     known = [*required, *optional]
     for key in value:
         if not isinstance(key, str):
-            raise refuse(f"a key of {place}", shown(key), "a string")
+            raise PlanError(f"a key of {place} is {shown(key)}; allowed: a string.", field=place)
         if known and key not in known:
-            raise PlanError(f"{place} has an unknown key {shown(key)}: {nearest(key, known)}")
+            raise PlanError(f"{named} has an unknown key {shown(key)}: {nearest(key, known)}", field=place)
     return value
 
 
@@ -55,7 +61,7 @@ def errors_at(place: str) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        raise PlanError(f"{place}: {error}") from error
+        raise PlanError(f"{place}: {error}", field=place) from error
 
 
 def shown(value: Any) -> str:
@@ -296,7 +302,8 @@ def span_positions(
     end = begin + len(span.text)
     positions = tuple(i for i, (first, last) in enumerate(offsets) if first < end and begin < last and first < last)
     if not positions:
-        raise PlanError(f"{field} is {span}, at characters {begin} to {end} of the prompt, which no token stands for.")
+        text = f"{field} is {span}, at characters {begin} to {end} of the prompt, which no token stands for."
+        raise PlanError(text, field=field)
     return positions
 
 

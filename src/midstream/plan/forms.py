@@ -13,8 +13,9 @@ from typing import Any
 
 from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import ELEMENTWISE, Shaped
-from midstream.plan.steps import Const, Parts, Ref, Step, arguments_in, written
+from midstream.plan.steps import Const, Parts, Ref, Step, written
 from midstream.plan.vectors import digest
+from midstream.tree import objects_in
 
 # Operations with a number as their second argument that may be one of each row. What they give of whole numbers may be floating.
 _WITH_NUMBER = frozenset(
@@ -50,7 +51,7 @@ def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
             elif is_direct and place == 1 and _is_number(arg) and _takes_number(step, results):
                 slots[number, place] = float(arg)
-            for other in arguments_in(arg, Const) if isinstance(arg, tuple) else ():
+            for other in objects_in(arg, Const) if isinstance(arg, tuple) else ():
                 uses.setdefault(other.place, []).append(None)
     for place, where in uses.items():
         constant = program.constants[place]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.plan.steps import Rows
+from midstream.tree import objects_in
 
 _aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ class Call:
 
     @property
     def tensors(self) -> list[Shaped]:
-        return list(_shaped(tuple(self.named.values())))
+        return list(objects_in(self.named, Shaped))
 
     def dims(self, name: str, of: Shaped, more: int = 0) -> list[int]:
         """The axes that an argument names, counted from 0. Refuses all axes, and that of the rows."""
@@ -71,14 +72,6 @@ class Call:
         if of.rows and not all(dim > 0 for dim in found):
             raise Mixes("it is about the axis of the rows")
         return found
-
-
-def _shaped(tree: Any) -> Any:
-    if isinstance(tree, Shaped):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from _shaped(each)
 
 
 Rule = Callable[[Call], Outcome]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -61,15 +60,6 @@ class DType:
 
 INPUT = Ref(-1)
 T = TypeVar("T")
-
-
-def arguments_in(tree: Any, kind: type[T]) -> Iterator[T]:
-    """The arguments of one kind in nested tuples."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, tuple):
-        for each in tree:
-            yield from arguments_in(each, kind)
 
 
 class Step(NamedTuple):

@@ -457,10 +457,12 @@ def _check_site(item: Intervention, layers: Iterable[int], widths: Mapping[tuple
             continue
         if have := [at for site, at in widths if site == item.site]:
             given = f"site {item.site!r} at layer {layer} ({item.label(item.layer_field)})"
-            raise PlanError(f"The model has no {given}; it has it at {fields.ranges(have)}.")
+            text = f"The model has no {given}; it has it at {fields.ranges(have)}."
+            raise PlanError(text, field=item.label(item.layer_field))
         there = {site for site, _ in widths}
         sites = ", ".join(site for site in LAYER_SITES if site in there)
-        raise PlanError(f"The model has no site {item.site!r} ({item.label('site')}); it has {sites}.")
+        text = f"The model has no site {item.site!r} ({item.label('site')}); it has {sites}."
+        raise PlanError(text, field=item.label("site"))
 
 
 def _check_width(
@@ -498,7 +500,7 @@ def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, 
     hint = fields.nearest(name, vectors)
     if name in runs and field in edit.run_operands:
         hint = f"a recorded run is given itself: source=model.runs[{name!r}], or what model.record returned"
-    raise PlanError(f"{edit.label(field)}: the engine has no vector {name!r}; {hint}")
+    raise PlanError(f"{edit.label(field)}: the engine has no vector {name!r}; {hint}", field=edit.label(field))
 
 
 def _check_run_exists(field: str, run: RecordedRun, runs: Mapping[str, str] | None) -> None:
@@ -507,6 +509,8 @@ def _check_run_exists(field: str, run: RecordedRun, runs: Mapping[str, str] | No
     if run.name in runs:
         raise PlanError(
             f"{field}: the recorded run {run.name!r} is not there any more, but another of that name, recorded later: "
-            "take the handle that `record` gave for that."
+            "take the handle that `record` gave for that.",
+            field=field,
         )
-    raise PlanError(f"{field}: the engine has no recorded run {run.name!r} any more; {fields.nearest(run.name, runs)}")
+    there = fields.nearest(run.name, runs)
+    raise PlanError(f"{field}: the engine has no recorded run {run.name!r} any more; {there}", field=field)

@@ -225,7 +225,7 @@ class _Reader:
         kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), Capture.kind])
         cls: Any = Capture if kind == Capture.kind else kind_of(kind)
         required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
-        fields.mapping(f"{place} ({kind})", item, ("kind", *required), [field.name for field in _fields_of(cls)])
+        fields.mapping(place, item, ("kind", *required), [field.name for field in _fields_of(cls)], kind)
         values = {
             name: self._value(f"{place}.{name}", name, value, cls) for name, value in item.items() if name != "kind"
         }

@@ -41,11 +41,10 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
-from midstream.sites import Ref, follow
-from midstream.trace.tree import is_raw, leaves, map_tensors
 from midstream.transport import wire
 from midstream.transport.receiver import Message, Receiver
 from midstream.transport.sender import Sender, mark_ready
+from midstream.tree import Ref, follow, is_raw, leaves, map_tensors, objects_in
 
 _HOST = torch.device("cpu")
 _UNBOUNDED = 1 << 62  # bytes queued: those of published values, which are kept anyway
@@ -165,7 +164,7 @@ class Fetch:
         if self._opened is None:
             self._opened = self.answer.result().open()
         header, value = self._opened
-        if (unsendable := _unsendable(value)) is not None:
+        if (unsendable := next(objects_in(value, UnsendableError), None)) is not None:
             raise TraceError(
                 f"a value of type {unsendable.type_name} lies on rank {self.owner} and cannot be brought here, where the "
                 f"trace uses it ({unsendable.reason}); use what it holds, such as its tensors, instead."
@@ -615,15 +614,3 @@ def _move_to_host(moving: Collection[Published]) -> None:
         for published in moving:
             value = map_tensors(published.held.value, lambda _, tensor: moved.get(id(tensor), tensor))
             published.held = Held(value, {**published.held.ready, _HOST: copied})
-
-
-def _unsendable(tree: Any) -> UnsendableError | None:
-    """The first `UnsendableError` that stands in `tree` in place of a value."""
-    if isinstance(tree, UnsendableError):
-        return tree
-    inside: Iterable[Any] = ()
-    if isinstance(tree, (tuple, list)):
-        inside = tree
-    elif isinstance(tree, Mapping):
-        inside = tree.values()
-    return next((found for item in inside if (found := _unsendable(item)) is not None), None)

@@ -18,7 +18,7 @@ from midstream.ranks.link import Fetch, Link
 from midstream.sites import Key
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.remote import CALL, Claim, Place, Stage
-from midstream.trace.tree import Opaque, map_tensors
+from midstream.tree import Opaque, map_tensors
 
 _STAGE_MOMENTS = 1 << 40  # larger than the number of inputs and outputs in one stage's forward
 

@@ -34,9 +34,9 @@ from midstream.arch.detect import ShardFinder
 from midstream.arch.probe import Call, Leaf, Plant, Probe
 from midstream.errors import DivergedError, MidstreamError
 from midstream.ranks.link import Link
-from midstream.sites import Key, Kind, Ref
+from midstream.sites import Key, Kind
 from midstream.trace.remote import Peers, Shard
-from midstream.trace.tree import map_tensors
+from midstream.tree import Ref, map_tensors
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.trace.tree import map_objects
 from midstream.transport.codec import NO_MESSAGE, data_kind
+from midstream.tree import map_objects
 
 MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
 _FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)

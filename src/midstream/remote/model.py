@@ -174,34 +174,32 @@ def _event(line: str) -> Event | None:
     try:
         return decoded(line.removeprefix("data: "))
     except msgspec.MsgspecError:
-        raise _error_of(*_told(json.loads(line.removeprefix("data: "))["error"]), 500) from None
+        raise _error_of(json.loads(line.removeprefix("data: "))["error"], 500) from None
 
 
-def _told(error: Any) -> tuple[str, str]:
-    return error["message"], error["type"]
-
-
-def _error_of(text: str, kind: str, status: int) -> MidstreamError:
+def _error_of(error: Mapping[str, Any], status: int) -> MidstreamError:
     """The server's error, in its own class or as a RemoteError."""
-    cls = getattr(errors, kind, None)
+    cls = getattr(errors, str(error.get("type")), None)
+    text, field = error["message"], error.get("param")
     if isinstance(cls, type) and issubclass(cls, MidstreamError):
-        return cls(text)
-    return RemoteError(f"{status}: {text}")
+        return cls(text, field=field)
+    return RemoteError(f"{status}: {text}", field=field)
 
 
 def _raise_refusal(response: httpx.Response) -> None:
     if not response.is_error:
         return
-    text, kind = response.text[:200], ""
+    error: Any = {"message": response.text[:200]}
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        error = response.json()["error"]
-        text = error
-        text, kind = _told(error)
+        told = response.json()["error"]
+        error = told if isinstance(told, dict) and "message" in told else {"message": told}
     if response.status_code == 401:
-        text = f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
-    elif response.status_code == 404 and kind != "NotFoundError":
-        text = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
-    raise _error_of(text, kind, response.status_code)
+        error["message"] = (
+            f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
+        )
+    elif response.status_code == 404 and error.get("type") != "NotFoundError":
+        error["message"] = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
+    raise _error_of(error, response.status_code)
 
 
 class Delivery:

@@ -295,7 +295,8 @@ def answers_by_prompt(given: Any, prompts: int) -> list[list[Any]]:
     if not isinstance(given, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in given):
         return [_checked_answers(given)] * prompts
     if len(given) != prompts:
-        raise PromptError(f"answers is a list with a list for each prompt: {len(given)} were given for {prompts}.")
+        text = f"answers is a list with a list for each prompt: {len(given)} were given for {prompts}."
+        raise PromptError(text, field="answers")
     return [_checked_answers(each) for each in given]
 
 
@@ -303,21 +304,24 @@ def _checked_answers(given: Any) -> list[str | int]:
     answers = list(given) if isinstance(given, (list, tuple)) else [given]
     for answer in answers:
         if not isinstance(answer, (str, int)) or isinstance(answer, bool):
-            raise PromptError(f"answers has {answer!r}. Allowed: texts of one token, token ids, and lists of these.")
+            text = f"answers has {answer!r}. Allowed: texts of one token, token ids, and lists of these."
+            raise PromptError(text, field="answers")
     return answers
 
 
 def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: int) -> int:
     if isinstance(answer, int):
         if not 0 <= answer < vocab_size:
-            raise PromptError(f"answers has the token id {answer}; this model's are 0 to {vocab_size - 1}.")
+            text = f"answers has the token id {answer}; this model's are 0 to {vocab_size - 1}."
+            raise PromptError(text, field="answers")
         return answer
     ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         parts = ", ".join(f"{tokenizer().decode([token])!r} ({token})" for token in ids)
         raise PromptError(
             f"The answer {answer!r} is {len(ids)} tokens: {parts or 'none'}. Answers are graded by one token: give the id of the "
-            "one that tells them apart, or a text of one token (most words are one with the space before them)."
+            "one that tells them apart, or a text of one token (most words are one with the space before them).",
+            field="answers",
         )
     return int(ids[0])
 

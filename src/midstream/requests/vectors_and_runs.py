@@ -200,7 +200,8 @@ class Runs(Mapping[str, RecordedRun]):
         self._handles = {name: run for name, run in self._handles.items() if run.id not in missing}
         raise PlanError(
             f"Patch.source: the recorded run {', '.join(map(repr, names)) or sorted(missing)} is not there any more: it was deleted, "
-            "or dropped to make room for others. Record it again, with a larger record_bytes if need be."
+            "or dropped to make room for others. Record it again, with a larger record_bytes if need be.",
+            field="Patch.source",
         )
 
     async def release(self, ids: list[str]) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import secrets
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from importlib import metadata
@@ -25,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from midstream.engine.admission import on_a_thread
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
-from midstream.errors import EngineClosedError, MidstreamError, PromptError
+from midstream.errors import EngineClosedError, MidstreamError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
@@ -41,7 +40,6 @@ from midstream.serve.requests import (
     Server,
     SpanOfText,
     answering_errors,
-    at_fault,
     check_share,
     openapi_body,
     owner_of,
@@ -82,6 +80,10 @@ class RunToRecord(BaseModel):
     positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
     replace: bool = False
     name: str | None = None
+
+
+# The fields of errors of the `Capture` that records a run.
+_FIELDS_OF_A_RUN = {"Capture.site": "sites", "Capture.layers": "layers", "Capture.positions": "positions"}
 
 
 class Plugin:
@@ -206,7 +208,7 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     data = await received(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
     vectors = server.model.vectors
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, data, "the body")
-    with at_fault("body"):
+    with about("body"):
         for name in found:
             Named(name)  # raises for what is no name
     for name in found.keys() & vectors.keys() if replace else ():
@@ -261,7 +263,7 @@ async def record_run(request: Request) -> Any:
     server, model = server_of(request), server_of(request).model
     data = await received(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
     run = await on_a_thread(len(data), _run_to_record, server, data)
-    with at_fault("name"):
+    with about("name"):
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
     await model.runs.listing()  # forgets what the workers have dropped
     there, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
@@ -278,11 +280,13 @@ async def record_run(request: Request) -> Any:
     server.recording[name] = owner
     try:
         given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
-        with _naming_the_field():
-            # A long text takes seconds to tokenize.
-            recording: Any = await on_a_thread(len(data), model.recording_for, *given)
-            await recording
+        # A long text takes seconds to tokenize.
+        recording: Any = await on_a_thread(len(data), model.recording_for, *given)
+        await recording
         server.owners["runs", name] = owner
+    except MidstreamError as error:
+        error.field = _FIELDS_OF_A_RUN.get(error.field or "", error.field)
+        raise
     finally:
         del server.recording[name]
     if name not in (runs := await _runs(model)):
@@ -298,20 +302,9 @@ def _run_to_record(server: Server, data: bytes) -> RunToRecord:
         mistakes = error.errors(include_url=False)
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in mistakes]) from error
     if isinstance(run.prompt, str) and len(run.prompt.encode(errors="replace")) > server.longest_prompt_bytes:
-        with at_fault("prompt"):
+        with about("prompt"):
             raise PromptError(f"A prompt for this model has at most {server.longest_prompt_bytes} bytes.")
     return run
-
-
-@contextlib.contextmanager
-def _naming_the_field() -> Iterator[None]:
-    """Name the field of `RunToRecord` that an error of `record` is about: the one that its text names first."""
-    try:
-        yield
-    except MidstreamError as error:
-        named = re.search("prompt|site|layer|position", str(error))
-        with at_fault("body" if named is None else next(each for each in RunToRecord.model_fields if named[0] in each)):
-            raise
 
 
 @router.delete("/runs/{name:path}")

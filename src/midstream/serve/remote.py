@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from importlib import metadata
@@ -25,6 +24,7 @@ from midstream.errors import (
     PromptError,
     TraceError,
     TracesNotAllowedError,
+    about,
 )
 from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
@@ -33,7 +33,7 @@ from midstream.remote.calls import MAX_PROMPTS, Asked, Call, UpdateWriter
 from midstream.requests.invokes import Invoke, answers_of, token_ids
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
-from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
+from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
 from midstream.transport.codec import Stream, pack
@@ -106,32 +106,29 @@ def _read(server: Server, body: bytes) -> Call:
     try:
         call = msgspec.msgpack.decode(body, type=Call)
     except (msgspec.MsgspecError, RecursionError) as error:
-        named = re.search(r"unknown field `(\w+)`|`\$\.(\w+)", str(error))
-        with at_fault(named[1] or named[2] if named else "body"):
-            raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
+        raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
     if not call.asked:
-        with at_fault("asked"):
-            raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.")
+        raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.", field="asked")
     if call.programs:
         _check_code(server, call)
     return call
 
 
 def _check_code(server: Server, call: Call) -> None:
-    with at_fault("programs"):
+    with about("programs"):
         if not _allows_traces(server):
             raise TracesNotAllowedError(
                 "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces "
                 "--api-key ...`."
             )
         check_python(call.programs)
-    with at_fault("version"):
+    with about("version"):
         if call.version != (here := metadata.version(NAME)):
             raise TraceError(
                 f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
             )
     for name in ("bodies", "keeps_to_graphs"):
-        with at_fault(name):
+        with about(name):
             if len(getattr(call, name)) != len(call.asked):
                 raise ParameterError(
                     f"The call is not what midstream.Remote sends: {name} has one entry for each prompt."
@@ -146,24 +143,24 @@ def _stream(server: Server, call: Call) -> OutputStream:
     """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
     plans = []
     for number, plan in enumerate(call.plans):
-        with at_fault(f"plans[{number}]"):
+        with about(f"plans[{number}]"):
             plans.append(server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
     invokes = [_invoke(server, asked, plans, f"asked[{number}]") for number, asked in enumerate(call.asked)]
-    with at_fault("asked"):
+    with about("asked"):
         model = server.model
         prompts = [token_ids(invoke, lambda: model.tokenizer, model._architectures) for invoke in invokes]
     code = ShippedCode(call.programs, call.bodies) if call.programs else None
-    with at_fault("own"):
+    with about("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None
         if code is None and call.own:
             _check_beside(server, call, plans)
     try:
         return model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
-        with at_fault("plans"):
+        with about("plans"):
             raise
     except (PromptError, ParameterError):
-        with at_fault("asked"):
+        with about("asked"):
             raise
 
 
@@ -199,20 +196,20 @@ def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -
 
 def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
     model = server.model
-    with at_fault(f"{place}.plan"):
+    with about(f"{place}.plan"):
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
             raise ParameterError(f"The call has no plan {asked.plan}.")
         plan = Plan() if asked.plan is None else plans[asked.plan]
-    with at_fault(f"{place}.answers"):
+    with about(f"{place}.answers"):
         given = _loaded(asked.answers, _MAX_ANSWERS_BYTES, "A list of answers", PromptError, list[str | int])
         if len(given) > MAX_ANSWERS:
             raise PromptError(f"answers has {len(given)} entries; allowed: up to {MAX_ANSWERS}.")
         (answers,) = answers_of([given] if given else [], 1, lambda: model.tokenizer, model.vocab_size)
-    with at_fault(f"{place}.params"):
+    with about(f"{place}.params"):
         params = checked_parameters(
             _loaded(asked.params, _MAX_PART_BYTES, "A set of parameters", ParameterError, dict[str, Any])
         )
-    with at_fault(f"{place}.prompt"):
+    with about(f"{place}.prompt"):
         longest = server.longest_prompt_bytes
         prompt = _loaded(asked.prompt, longest, "A prompt for this model", PromptError, str | list[int])
     return Invoke(prompt, None, params, plan, answers)

@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
-from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError
+from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
@@ -210,7 +209,7 @@ async def received(request: Request, limit: int, too_large: str) -> bytes:
 def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type.
 
-    Its `param` is the error's `parameter`, or else "body".
+    Its `param` is the error's `field`, or else "body".
     """
 
     @wraps(route)
@@ -225,27 +224,9 @@ def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             return problem(500, str(error), kind=type(error).__name__)
         except MidstreamError as error:
             kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-            return problem(400, str(error), getattr(error, "parameter", "body"), kind)
+            return problem(400, str(error), error.field or "body", kind)
 
     return call
-
-
-@contextlib.contextmanager
-def at_fault(field: str) -> Iterator[None]:
-    """Errors of midstream's in the block are mistakes in this field of the body, or in the part of its plan that the message names."""
-    try:
-        yield
-    except MidstreamError as error:
-        if not hasattr(error, "parameter"):
-            place = _place_in_plan(error)
-            error.parameter = f"{field}.interventions{place}" if place else field  # type: ignore[attr-defined]
-        raise
-
-
-def _place_in_plan(error: MidstreamError) -> str:
-    """Which intervention, and which field of it, an error's text names: "[0].vector"; "" if none."""
-    found = re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", str(error))
-    return f"{found[1]}{found[2]}" if found else ""
 
 
 class Gate:
@@ -391,20 +372,15 @@ def _loaded(place: str, given: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
-    """Turn errors of the request into ones that vLLM's server answers with 400.
-
-    `field`: at fault, unless the message names a part of it.
-    """
+    """Turn errors of the request into ones that vLLM's server answers with 400. Their field is `field`, or a part of it."""
     try:
-        yield
+        with about(field):
+            yield
     except _SERVERS_FAULT:
         raise
     except MidstreamError as error:
-        if hasattr(error, "parameter"):
-            raise
-        if place := _place_in_plan(error):
-            field = f"{NAME}.plan{place}"
-        raise refused(error, field) from error
+        error.field = (error.field or field).replace(".interventions", "")  # as of a plan that is the list of them
+        raise refused(error) from error
 
 
 class Served:
@@ -511,7 +487,7 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
         if server is None or not (extra or xargs):
             return await original(self, request, raw_request, *args, **kwargs)
         if (key := misspelt(extra)) is not None:
-            raise refused(unread("The request", key), key)
+            raise refused(unread("The request", key))
         given = extra.get(NAME, xargs.get(NAME))
         if given is None:
             return await original(self, request, raw_request, *args, **kwargs)

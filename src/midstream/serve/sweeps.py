@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -105,8 +104,7 @@ async def sweep(request: Request) -> Any:
     if server.sweeps.total() >= MAX_SWEEPS:
         raise Refused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
     _check_size(server, asked)
-    with _naming_fields():
-        stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
+    stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
     server.sweeps[owner] += 1
 
     async def ended() -> None:
@@ -114,8 +112,7 @@ async def sweep(request: Request) -> Any:
         await stream.events.aclose()
 
     try:
-        with _naming_fields():
-            outline = await anext(stream.events)
+        outline = await anext(stream.events)
         assert isinstance(outline, Outline)
         if outline.cells > MAX_CELLS:
             raise Refused(
@@ -147,17 +144,6 @@ def _bytes_of(prompt: Any) -> int:
     return sum(MESSAGE_BYTES + sum(map(_bytes_of, message.values())) for message in prompt)
 
 
-@contextlib.contextmanager
-def _naming_fields() -> Iterator[None]:
-    """Store the field that an error's message names in the error, for OpenAI's `param`."""
-    try:
-        yield
-    except MidstreamError as error:
-        words = re.findall(r"\w+", str(error))
-        error.parameter = next((word for word in words if word in SweepToRun.model_fields), None)  # type: ignore[attr-defined]
-        raise
-
-
 def _arguments(asked: SweepToRun) -> dict[str, Any]:
     given = {name: getattr(asked, name) for name in SweepToRun.model_fields}
     positions, coarse = given["positions"], given["coarse"]
@@ -182,7 +168,7 @@ async def _sent(server: Server, outline: Outline, events: AsyncGenerator[Event])
                     else:
                         yield _sse(type(event).__struct_config__.tag, encoded(event))
         except MidstreamError as error:
-            yield _sse("error", problem(500, str(error), kind=type(error).__name__).body)
+            yield _sse("error", problem(500, str(error), error.field, type(error).__name__).body)
         except Exception:
             _log.exception("a sweep failed")
             yield _sse("error", problem(500, "The server failed. Its log says why.", kind="InternalServerError").body)

@@ -68,10 +68,11 @@ class SweepRequest:
     ) -> SweepRequest:
         each = tuple(map(site_of, (sites,) if isinstance(sites, str) else tuple(sites)))
         if not each or len({*each}) != len(each):
-            raise ParameterError(f"sites is {sites!r}. Allowed: one site, or a list of different sites.")
+            raise _refused("sites", sites, "one site, or a list of different sites")
         for site in each:
             if site not in LAYER_SITES:
-                raise PlanError(f"sites has {site!r}: {hook_hint(str(site)) or nearest(str(site), LAYER_SITES)}")
+                there = hook_hint(str(site)) or nearest(str(site), LAYER_SITES)
+                raise PlanError(f"sites has {site!r}: {there}", field="sites")
         if not callable(metric):
             _one_of("metric", metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
         _one_of("source", source, SOURCES)
@@ -79,18 +80,18 @@ class SweepRequest:
             direction = "denoising" if source == "run" else "noising"
         _one_of("direction", direction, DIRECTIONS)
         if heads is not None and each != ("attn_z",):
-            raise ParameterError('heads needs sites="attn_z": only there does each dimension belong to a head.')
+            text = 'heads needs sites="attn_z": only there does each dimension belong to a head.'
+            raise ParameterError(text, field="heads")
         if coarse is not None:
             ok = isinstance(coarse, (tuple, list)) and len(coarse) == 2
             if not ok or any(type(size) is not int or size < 1 for size in coarse):
-                raise ParameterError(
-                    f"coarse is {coarse!r}. Allowed: (layers, positions), the size of the windows that run first."
-                )
+                raise _refused("coarse", coarse, "(layers, positions), the size of the windows that run first")
             if positions != "all":
-                raise ParameterError('coarse needs positions="all": windows are made of all positions.')
+                text = 'coarse needs positions="all": windows are made of all positions.'
+                raise ParameterError(text, field="coarse")
         for name, number, least in (("best", best, 1), ("top", top, 0)):
             if type(number) is not int or not least <= number <= 1000:
-                raise ParameterError(f"{name} is {number!r}. Allowed: a number from {least} to 1000.")
+                raise _refused(name, number, f"a number from {least} to 1000")
         return cls(each, layers, positions, heads, metric, direction, source, coarse and tuple(coarse), best, top)
 
     @property
@@ -100,7 +101,11 @@ class SweepRequest:
 
 def _one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
     if not isinstance(given, str) or given not in allowed:
-        raise ParameterError(f"{name} is {given!r}. Allowed: {', '.join(map(repr, allowed))}{more}.")
+        raise _refused(name, given, f"{', '.join(map(repr, allowed))}{more}")
+
+
+def _refused(name: str, given: Any, allowed: str) -> ParameterError:
+    return ParameterError(f"{name} is {given!r}. Allowed: {allowed}.", field=name)
 
 
 # Positions.
@@ -143,7 +148,8 @@ def _groups(
         if len(lengths) > 1:
             raise ParameterError(
                 f'positions="all" needs patched prompts of one length; they have {lengths[0]} to {lengths[-1]} tokens. Name the '
-                "positions: [-1, Span(...)], or a dict with a list for each pair."
+                "positions: [-1, Span(...)], or a dict with a list for each pair.",
+                field="positions",
             )
         yield from ((None, [[position]] * len(bases)) for position in range(lengths[0]))
         return
@@ -153,13 +159,12 @@ def _groups(
     named = isinstance(asked, Mapping)
     entries = list(asked.items()) if named else [(None, entry) for entry in ([asked] if _is_one(asked) else asked)]
     if not entries:
-        raise ParameterError(
-            'positions is empty. Allowed: "all", "together", positions, Span(text), or a dict of these.'
-        )
+        raise _refused("positions", asked, '"all", "together", positions, Span(text), or a dict of these')
     for label, entry in entries:
         each = entry if named and isinstance(entry, (list, tuple)) else [entry] * len(bases)
         if len(each) != len(bases):
-            raise ParameterError(f"positions[{label!r}] has {len(each)} entries for {len(bases)} pairs.")
+            text = f"positions[{label!r}] has {len(each)} entries for {len(bases)} pairs."
+            raise ParameterError(text, field="positions")
         yield label, [_found(*pair) for pair in zip(each, bases, others, ways, strict=True)]
 
 
@@ -179,9 +184,8 @@ def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]
             there = set(other.find(span))
             return [i for i, position in enumerate(way) if position in there]
     if type(entry) is not int or not -len(base.ids) <= entry < len(base.ids):
-        raise PlanError(
-            f"positions has {fields.shown(entry)}. Allowed: from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text in it."
-        )
+        allowed = f"from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text in it"
+        raise PlanError(f"positions has {fields.shown(entry)}. Allowed: {allowed}.", field="positions")
     return [entry % len(base.ids)]
 
 
@@ -225,15 +229,17 @@ def rows_of(layers: Any, sites: Sequence[str], facts: ModelFacts) -> list[list[i
     have = [layer for layer in range(facts.num_layers) if all((site, layer) in facts.widths for site in sites)]
     if isinstance(layers, str) and layers == "all":
         if not have:
-            raise PlanError(f"sites has {', '.join(sites)}, and no layer of this model has all of them.")
+            text = f"sites has {', '.join(sites)}, and no layer of this model has all of them."
+            raise PlanError(text, field="sites")
         return [[layer] for layer in have]
     given = [layers] if isinstance(layers, int) else list(layers) if not isinstance(layers, str) else layers
     if not given or isinstance(given, str) or any(type(layer) is not int for layer in given):
-        raise ParameterError(f'layers is {layers!r}. Allowed: "all", a layer, or a list of layers.')
+        raise _refused("layers", layers, '"all", a layer, or a list of layers')
     given = [layer + facts.num_layers if -facts.num_layers <= layer < 0 else layer for layer in given]
     for layer in given:
         if layer not in have:
-            raise PlanError(f"layers has {layer}. Layers of this model with {', '.join(sites)}: {fields.ranges(have)}.")
+            text = f"layers has {layer}. Layers of this model with {', '.join(sites)}: {fields.ranges(have)}."
+            raise PlanError(text, field="layers")
     return [[layer] for layer in given]
 
 
@@ -248,7 +254,7 @@ def heads_of(heads: Any, count: int) -> list[int] | None:
         or not given
         or any(type(head) is not int or not 0 <= head < count for head in given)
     ):
-        raise ParameterError(f'heads is {heads!r}. Allowed: "all", or heads from 0 to {count - 1}.')
+        raise _refused("heads", heads, f'"all", or heads from 0 to {count - 1}')
     return list(given)
 
 

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
+from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
@@ -82,34 +82,42 @@ class Sweeping:
         self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
     ) -> None:
         self._model, self.asked = model, asked
-        self._clean = prompts_of(clean)[0]
-        self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
+        with about("clean"):
+            self._clean = prompts_of(clean)[0]
+        with about("corrupt"):
+            self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
         if self._corrupt is None and asked.source == "run":
             raise PromptError(
-                'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.'
+                'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.',
+                field="corrupt",
             )
         if self._corrupt is None and (asked.direction == "denoising" or asked.metric == "recovered"):
-            raise PromptError('corrupt is None. direction="denoising" and metric="recovered" need a corrupt prompt.')
+            text = 'corrupt is None. direction="denoising" and metric="recovered" need a corrupt prompt.'
+            raise PromptError(text, field="corrupt")
         if self._corrupt is not None and len(self._corrupt) != len(self._clean):
-            raise PromptError(f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}.")
+            text = f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}."
+            raise PromptError(text, field="corrupt")
         self._answer = _each("answer", answer, len(self._clean))
         self._foil = [None] * len(self._clean) if foil is None else _each("foil", foil, len(self._clean))
         if foil is None and asked.metric == "logit_diff":
             raise PromptError(
-                'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".'
+                'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".',
+                field="foil",
             )
         if asked.top and not model._has_logprobs:
-            raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.")
+            raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.", field="top")
         self._directory = None if to is None else Path(to).expanduser()
         self.result: SweepResult | None = None
 
     def outline(self) -> Outline:
         """The outline of the sweep. Checks everything that can be checked before the first request."""
         model, asked = self._model, self.asked
-        clean = [self._tokens(prompt) for prompt in self._clean]
-        corrupt: list[Any] = (
-            [None] * len(clean) if self._corrupt is None else [self._tokens(each) for each in self._corrupt]
-        )
+        with about("clean"):
+            clean = [self._tokens(prompt) for prompt in self._clean]
+        corrupt: list[Any] = [None] * len(clean)
+        if self._corrupt is not None:
+            with about("corrupt"):
+                corrupt = [self._tokens(prompt) for prompt in self._corrupt]
         self._bases: list[Any] = clean
         self._others: list[Any] = corrupt
         if asked.direction == "denoising":
@@ -145,11 +153,13 @@ class Sweeping:
         """Raise PlanError if this model or engine cannot patch one of the sites or layers, or if no cell is left."""
         if not outline.cells:
             raise PlanError(
-                "positions: none of them can be patched, because these tokens have no counterpart in the other prompt."
+                "positions: none of them can be patched, because these tokens have no counterpart in the other prompt.",
+                field="positions",
             )
         for site, layers in itertools.product(outline.grid.sites, outline.grid.layers):
             for layer in layers:
-                self._model.planner.check(Plan((Patch(site, layer=layer, position=0, source="zeros"),)))
+                with about("sites"):
+                    self._model.planner.check(Plan((Patch(site, layer=layer, position=0, source="zeros"),)))
 
     def _tokens(self, prompt: Prompt) -> Tokens:
         ids = encode(prompt, lambda: self._model.tokenizer)
@@ -160,9 +170,10 @@ class Sweeping:
 
     def _graded(self, answer: Any, foil: Any) -> Answers:
         asked = [answer] if foil is None else [answer, foil]
-        (found,) = self._model._answer_tokens([asked], 1)
+        with about("answer"):
+            (found,) = self._model._answer_tokens([asked], 1)
         if len({*found.values()}) != len(asked):
-            raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.")
+            raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
         return found  # type: ignore[no-any-return]
 
     def _head_count(self) -> int:
@@ -513,7 +524,8 @@ def _each(name: str, given: Any, pairs: int) -> list[Any]:
     each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
     if len(each) != pairs:
         raise PromptError(
-            f"{name} has {len(each)} tokens for {pairs} pairs of prompts. Give one token, or one for each pair."
+            f"{name} has {len(each)} tokens for {pairs} pairs of prompts. Give one token, or one for each pair.",
+            field=name,
         )
     return each
 
@@ -534,7 +546,8 @@ class _Log:
         about, wanted = directory / OUTLINE, encoded(outline)
         if about.exists() and about.read_bytes() != wanted:
             raise ParameterError(
-                f"{directory} holds another sweep, with other prompts, cells or options. Use an empty directory."
+                f"{directory} holds another sweep, with other prompts, cells or options. Use an empty directory.",
+                field="to",
             )
         about.write_bytes(wanted)
         path = directory / CELLS

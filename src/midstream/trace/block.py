@@ -13,7 +13,7 @@
                 push(sys._getframe(1), run({"__save__": save, self.block.target: self}))
             return exc is None or isinstance(exc, SkipBlock)
 
-`source.py` finds the source, and `rewrite.py` compiles it. `link` lets the blocks of one trace read each other's names.
+`rewrite.py` finds the source and compiles it. `link` lets the blocks of one trace read each other's names.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from typing import Any
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.rewrite import Compiled, compile_body, compile_function
+from midstream.trace.rewrite import Compiled, compile_body, compile_function, made_again, source_of
 from midstream.trace.saves import Unsaved, is_installed, reached
-from midstream.trace.source import source_of
 
 _UNBOUND = object()
 Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
@@ -209,20 +208,7 @@ def with_saves(function: FunctionType) -> FunctionType:
     if "save" not in function.__code__.co_names or is_installed(function.__code__.co_filename):
         return function
     code = compile_function(function.__code__)
-    if code is None:
-        return function
-    own = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    own["__save__"] = CellType(_save)
-    made = FunctionType(
-        code,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(own[name] for name in code.co_freevars),
-    )
-    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**function.__dict__}
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    return made
+    return function if code is None else made_again(function, code, {"__save__": _save})
 
 
 def _save(value: Any) -> Any:
@@ -239,8 +225,11 @@ def _compiled(filename: str, code: CodeType, lasti: int) -> Compiled:
     on one line, nested ones, and multi-line headers.
     """
     linecache.checkcache(filename)
-    name, tree = source_of(code)
-    position = _entered(code, lasti, filename)
+    tree = source_of(code)
+    if dis.opname[code.co_code[lasti]] != "BEFORE_WITH":
+        raise TraceError(f"{filename}: a trace is entered by a `with` statement, not by a call of `__enter__`")
+    before = reversed([*code.co_positions()][: lasti // 2])
+    position = next((line, column) for line, _, column, _ in before if line is not None)
     found = [
         (node, index, class_name)
         for node, class_name in _withs(tree)
@@ -250,18 +239,7 @@ def _compiled(filename: str, code: CodeType, lasti: int) -> Compiled:
     if len(found) != 1:
         reason = "the file was edited after it was loaded; load it again" if not found else "write one `with` per line"
         raise SourceUnavailableError(f"{filename}:{position[0]}: the with statement is not found there: {reason}.")
-    return compile_body(name, *found[0], code)
-
-
-def _entered(code: CodeType, lasti: int, filename: str) -> Position:
-    """The position of the context expression that is being entered: that of the instruction before BEFORE_WITH."""
-    before: Position | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.offset == lasti and instruction.opname == "BEFORE_WITH" and before is not None:
-            return before
-        if instruction.positions is not None and instruction.positions.lineno is not None:
-            before = (instruction.positions.lineno, instruction.positions.col_offset)
-    raise TraceError(f"{filename}: a trace is entered by a `with` statement, not by a call of `__enter__`")
+    return compile_body(*found[0], code)
 
 
 def _covers(node: ast.expr, position: Position) -> bool:
@@ -299,14 +277,13 @@ def skip(frame: FrameType, target: str | tuple[str, ...] | None, value: Any) -> 
     """
     if target is not None:
         push(frame, {target: value} if isinstance(target, str) else dict(zip(target, value, strict=True)))
-    # Raise at the instruction that takes the value of `__enter__` off the stack. The body's first instruction would be too late: it may
-    # belong to a `try`.
-    place = _taken_off(frame.f_code, frame.f_lasti)
+    # Raise at the next instruction, which takes the value of `__enter__` off the stack. The body's first instruction would be too late: it
+    # may belong to a `try`.
     previous: Any = sys.gettrace()
     own = (frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
 
     def watch(at: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode" and at.f_lasti == place:
+        if event == "opcode":
             raise SkipBlock(restore)
         return watch
 
@@ -326,16 +303,6 @@ def skip(frame: FrameType, target: str | tuple[str, ...] | None, value: Any) -> 
     frame.f_trace_opcodes = True
     frame.f_trace = watch
     sys.settrace(lambda *_: None)  # functions called in between are not traced
-
-
-@functools.lru_cache(maxsize=1024)
-def _taken_off(code: CodeType, lasti: int) -> int:
-    """The offset of the instruction that binds or drops what `__enter__` returned."""
-    return next(
-        i.offset
-        for i in dis.get_instructions(code)
-        if i.offset > lasti and (i.opname in ("POP_TOP", "UNPACK_SEQUENCE") or i.opname.startswith("STORE_"))
-    )
 
 
 def skipped(exc: BaseException | None) -> bool:

@@ -30,8 +30,8 @@ from midstream.trace.forward import STEP_START, Forward
 from midstream.trace.remote import CALL, Place, RemoteValue
 from midstream.trace.rows import private
 from midstream.trace.saves import Saves
-from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Journal, Visit
+from midstream.tree import leaves, memory_of
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
 BARRIER: Key = ("", "barrier")

@@ -6,14 +6,13 @@ Hooks are on the model only while a trace is alive, and only at the points that 
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
 import textwrap
 from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -24,8 +23,10 @@ from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.remote import ALONE, Peers, Stage
-from midstream.trace.tree import memory_of
+from midstream.trace.rewrite import compiled, made_again
+from midstream.trace.saves import closure_of
 from midstream.trace.visit import Visit
+from midstream.tree import memory_of
 
 Order = Mapping[tuple[str, str], tuple[int, int]]
 Watcher = Callable[[Visit], None]
@@ -366,10 +367,10 @@ def forward_source(forward: FunctionType) -> ForwardSource:
     function.decorator_list = []
     dispatch = _Dispatch()
     function.body = [dispatch.visit(statement) for statement in function.body]
-    tree = ast.Module([_in_factory(function, forward.__code__.co_freevars)], [])
-    module = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec")
+    free = [*forward.__code__.co_freevars, _DISPATCH, _ASSIGNED]
+    code = compiled(ast.fix_missing_locations(function), free, forward.__code__)
     names, lines = zip(*dispatch.found, strict=True) if dispatch.found else ((), ())
-    return ForwardSource(text, names, lines, module, dispatch.called, ChainMap(_closure(forward), forward.__globals__))
+    return ForwardSource(text, names, lines, code, dispatch.called, ChainMap(closure_of(forward), forward.__globals__))
 
 
 def _definition(function: FunctionType) -> tuple[str, ast.FunctionDef]:
@@ -382,22 +383,6 @@ def _definition(function: FunctionType) -> tuple[str, ast.FunctionDef]:
     except (OSError, TypeError, AttributeError, SyntaxError, ValueError):
         pass
     raise SourceUnavailableError(f"{function!r} has no Python source; use the module's .input and .output.")
-
-
-def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.FunctionDef:
-    """`def factory(free...): def forward(...): ...; return forward`, so that closures and `super()` keep working."""
-    arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-    returned = ast.Return(ast.Name(function.name, ast.Load()))
-    return ast.FunctionDef("__factory__", arguments, [function, returned], [], None, None, type_params=[])  # type: ignore[call-arg]
-
-
-def _closure(function: FunctionType) -> dict[str, Any]:
-    """The variables of the functions around this one that it uses."""
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable without a value yet
-            found[name] = cell.cell_contents
-    return found
 
 
 def _decorated(wrapper: Any) -> str | None:
@@ -414,29 +399,21 @@ def _decorated(wrapper: Any) -> str | None:
     called = {
         node.func.id for node in ast.walk(definition) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    held = [name for name, value in _closure(wrapper).items() if name in called and isinstance(value, FunctionType)]
-    return held[0] if len(held) == 1 and _closure(wrapper)[held[0]] is not wrapper else None
+    held = [name for name, value in closure_of(wrapper).items() if name in called and isinstance(value, FunctionType)]
+    return held[0] if len(held) == 1 and closure_of(wrapper)[held[0]] is not wrapper else None
 
 
 def _undecorated(function: Any) -> Any:
     while (name := _decorated(function)) is not None:
-        function = _closure(function)[name]
+        function = closure_of(function)[name]
     return function
 
 
 def _rewritten(function: FunctionType, source: ForwardSource, caller: Callable[..., Any]) -> FunctionType:
     """The function with its decorators, and with the calls in its source made by `caller`."""
     if (name := _decorated(function)) is not None:
-        inner = _rewritten(_closure(function)[name], source, caller)
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        closure = tuple(CellType(inner) if free == name else cell for free, cell in cells)
-        made = FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
-    else:
-        names = {**function.__globals__, _DISPATCH: caller, _ASSIGNED: _assigned}
-        exec(source.code, names)
-        made = names["__factory__"](*[cell.cell_contents for cell in function.__closure__ or ()])
-    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return made
+        return made_again(function, function.__code__, {name: _rewritten(closure_of(function)[name], source, caller)})
+    return made_again(function, source.code, {_DISPATCH: caller, _ASSIGNED: _assigned})
 
 
 def _assigned(value: Any) -> Any:

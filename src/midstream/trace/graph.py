@@ -17,7 +17,7 @@ import torch
 
 from midstream.lazy import unwritten
 from midstream.sites import Point
-from midstream.trace.tree import as_bits, is_raw
+from midstream.tree import as_bits, is_raw, objects_in
 
 Kind = Literal["read", "const", "call", "put", "module"]
 # One step from a tensor to a view of it: the operation, its further arguments, and which of its results.
@@ -55,19 +55,7 @@ class Value:
     @property
     def inputs(self) -> Iterator[Value]:
         """The values that it is computed from."""
-        return values_in((self.args, self.kwargs))
-
-
-def values_in(tree: Any) -> Iterator[Value]:
-    """The values in nested arguments."""
-    if isinstance(tree, Value):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from values_in(each)
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from values_in(each)
+        return objects_in((self.args, self.kwargs), Value)
 
 
 @dataclass(eq=False, slots=True)

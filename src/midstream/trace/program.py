@@ -40,8 +40,8 @@ from midstream.trace.saves import (
     variables_of,
 )
 from midstream.trace.tracer import BodyTracer, Result, backward, save, steps_of
-from midstream.trace.tree import map_objects, map_tensors, movable
 from midstream.trace.weights import Weight, Weights, values_of
+from midstream.tree import map_objects, map_tensors, movable
 
 RETURNED = "return"
 STOPPED = "trace:stop"  # the stop reason of a request that `tracer.stop()` has ended

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from midstream.errors import MidstreamError, TraceError
-from midstream.sites import Key, Ref
-from midstream.trace.tree import Opaque, map_objects, map_tensors
+from midstream.sites import Key
+from midstream.tree import Opaque, Ref, map_objects, map_tensors
 
 CALL = "call"  # the last part of the key of a value that a module computes for the trace alone
 

@@ -11,13 +11,13 @@ import ast
 import copy
 import dis
 import functools
-from collections.abc import Iterator, Sequence
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.source import codes_in, source_of
 
 INJECTED = frozenset({"__save__", "__backward__", "__steps__", "__builtins__"})
 _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
@@ -44,111 +44,113 @@ class Compiled:
         return Compiled, (self.code, self.target, self.reads, self.read_first)
 
 
-def compile_body(filename: str, node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
+def source_of(code: CodeType) -> ast.Module:
+    """The syntax tree of the file or notebook cell that `code` is from, which nobody may change.
+
+    Raises SourceUnavailableError. A file may have been edited since it was loaded: the caller has to compare.
+    """
+    if lines := linecache.getlines(code.co_filename):
+        return _parse(code.co_filename, "".join(lines))
+    raise SourceUnavailableError(
+        f"No source for {code.co_filename!r}, and a with-block is run from its source. In a notebook cell with a magic, such as `%%time`, "
+        "call a function that has the with-block, defined in a cell without a magic. Else put the code in a file, or use "
+        "`model.run(fn, prompt)`, which takes a function and needs no source."
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(filename: str, text: str) -> ast.Module:
+    try:
+        return ast.parse(text, filename)
+    except SyntaxError as error:
+        raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
+
+
+def compile_body(node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
     """Compile what a frame does after it has entered item `index` of the with statement `node`.
 
     Later items of the statement are a nested with statement in the body. `class_name` is the class around the statement, in which a name
     like `__x` means `_Class__x`. `frame_code` is the code of the frame.
     """
+    filename = frame_code.co_filename
     target = _target(node.items[index].optional_vars, filename)
     rest = node.items[index + 1 :]
-    body: list[ast.stmt] = [ast.copy_location(ast.With(rest, node.body), node)] if rest else node.body
-    for statement in body:
+    statements: list[ast.stmt] = [ast.copy_location(ast.With(rest, node.body), node)] if rest else node.body
+    for statement in statements:
         _refuse_escapes(statement, filename)
     rewriter = _Rewriter()
-    statements = tuple(body)
-    body = [rewriter.visit(statement) for statement in copy.deepcopy(body)]
+    body = [rewriter.visit(statement) for statement in copy.deepcopy(statements)]
     names = _Names(body)
-    tree = _function_tree(node, body, class_name, sorted(names.bound))
+    bound = sorted(names.bound)
+    function: Any = ast.copy_location(ast.parse("def __block__(): pass").body[0], node)
+    # A statement has to come first, so that a leading string is no docstring.
+    function.body = [ast.copy_location(ast.Nonlocal(bound) if bound else ast.Pass(), node), *body]
     try:
-        flags = frame_code.co_flags & __future__.annotations.compiler_flag
-        module = compile(tree, filename, "exec", flags=flags, dont_inherit=True)
+        code = compiled(function, bound, frame_code, class_name)
     except SyntaxError as error:
         raise TraceError(f"{filename}:{error.lineno}: {error.msg}") from error
-    (code,) = (code for code in codes_in(module) if code.co_name == "__block__")
     if not _marks(code) <= _marks(frame_code):
         raise SourceUnavailableError(
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
-    code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, statements)
-
-
-@functools.lru_cache(maxsize=1024)
-def function_tree(code: CodeType) -> ast.FunctionDef | None:
-    """The syntax tree of a function's definition, which nobody may change; of a lambda as a function.
-
-    None if it is not found, or if the file was edited after it was loaded.
-    """
-    try:
-        _, tree = source_of(code)
-    except SourceUnavailableError:
-        return None
-    if code.co_name == "<lambda>":
-        return _lambda_tree(tree, code)
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
-    found = [
-        node for node in found if code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list[:1]))
-    ]
-    if len(found) != 1 or "__class__" in code.co_freevars or _compiled_again(found[0], code, []) is None:
-        return None
-    return found[0]
-
-
-def _lambda_tree(tree: ast.Module, code: CodeType) -> ast.FunctionDef | None:
-    """The lambda that compiles to this very code, as a function: a line may have several."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
-            continue
-        statement = ast.copy_location(ast.Expr(node), node)
-        module = _inside_names(statement, code.co_freevars, code.co_filename)
-        made = next((each for each in codes_in(module) if each.co_name == code.co_name), None)
-        if made is not None and _does(made) == _does(code):
-            body = ast.copy_location(ast.Return(node.body), node.body)
-            function = ast.FunctionDef("lambda_", node.args, [body], [])
-            return ast.fix_missing_locations(ast.copy_location(function, node))
-    return None
-
-
-def _does(code: CodeType) -> tuple[object, ...]:
-    """What a code object does, without where in the file it is."""
-    consts = [_does(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, *consts
+    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, tuple(statements))
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_function(code: CodeType) -> CodeType | None:
-    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
-    tree = function_tree(code)
-    if tree is None:
+    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable.
+
+    None if it has none, if its definition is not found, or if the file was edited after it was loaded.
+    """
+    try:
+        tree = source_of(code)
+    except SourceUnavailableError:
         return None
-    made = _compiled_again(_SavesOnly().visit(copy.deepcopy(tree)), code, ["__save__"])
-    return made if made is not None and "__save__" in made.co_freevars else None
-
-
-def _compiled_again(function: ast.FunctionDef, code: CodeType, more: list[str]) -> CodeType | None:
-    """The code of `function`, with the free variables of `code` and `more`; None if it is not that function's code."""
-    function = copy.copy(function)
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name == code.co_name
+        and code.co_firstlineno in (node.lineno, *(decorator.lineno for decorator in node.decorator_list[:1]))
+    ]
+    if len(found) != 1 or "__class__" in code.co_freevars:
+        return None
+    function = _SavesOnly().visit(copy.deepcopy(found[0]))
     function.decorator_list = []
-    module = _inside_names(function, [*code.co_freevars, *more], code.co_filename)
-    made = next((each for each in codes_in(module) if each.co_name == function.name), None)
-    if made is None or not _marks(made) <= _marks(code):
-        return None
-    return made.replace(co_name=code.co_name, co_qualname=code.co_qualname)
+    made = compiled(function, [*code.co_freevars, "__save__"], code)
+    return made if "__save__" in made.co_freevars and _marks(made) <= _marks(code) else None
 
 
-def _inside_names(statement: ast.stmt, names: Sequence[str], filename: str) -> CodeType:
-    """The code of a module with a function that owns these names, and has this statement in it."""
-    outer = ast.parse("def __names__():\n pass").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    bound = [ast.Assign([ast.Name(name, ast.Store()) for name in names], ast.Constant(None))] if names else []
-    outer.body = [*bound, statement]
-    for part in (outer, *bound, *(each for one in bound for each in ast.walk(one))):
-        ast.copy_location(part, statement)
-    tree = ast.fix_missing_locations(ast.Module([outer], []))
-    return compile(tree, filename, "exec", dont_inherit=True)
+def made_again(function: FunctionType, code: CodeType, more: Mapping[str, Any]) -> FunctionType:
+    """The function with other code, which may also use the free variables `more`."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType(value) for name, value in more.items()}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**function.__dict__}
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
+
+
+def compiled(
+    function: ast.FunctionDef, owned: Sequence[str], original: CodeType, class_name: str | None = None
+) -> CodeType:
+    """The code of `function`, which was rewritten from the lines of `original`.
+
+    Args:
+        owned: names that become free variables of it, if it uses them.
+        class_name: the name of the class around it, for private names.
+    """
+    function.name = "__block__"
+    tree: Any = ast.parse(f"class {class_name or 'C'}:\n def __names__():\n  {' = '.join([*owned, 'None'])}")
+    outer = tree.body[0].body[0]
+    outer.body.append(function)
+    flags = original.co_flags & __future__.annotations.compiler_flag
+    module = compile(tree if class_name else ast.Module([outer], []), original.co_filename, "exec", flags, True)
+    code = next(each for each in codes_in(module) if each.co_name == "__block__")
+    return code.replace(co_name=original.co_name, co_qualname=original.co_qualname)
 
 
 def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:
@@ -162,22 +164,12 @@ def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | Non
     raise TraceError(f"{filename}:{node.lineno}: the target of a trace's `as` has to be a plain name")
 
 
-def _function_tree(node: ast.With, body: list[ast.stmt], class_name: str | None, bound: list[str]) -> ast.Module:
-    """The body as a function inside a function that owns its names, inside a class like the one around the block."""
-    tree = ast.parse("def __names__():\n def __block__(): pass")
-    outer = tree.body[0]
-    assert isinstance(outer, ast.FunctionDef) and isinstance(outer.body[0], ast.FunctionDef)
-    inner = outer.body[0]
-    if bound:
-        outer.body.insert(0, ast.Assign([ast.Name(name, ast.Store()) for name in bound], ast.Constant(None)))
-        inner.body = [ast.Nonlocal(bound)]  # a statement has to come first, so that a leading string is no docstring
-    if class_name:
-        tree.body = ast.parse(f"class {class_name}: pass").body
-        tree.body[0].body = [outer]  # type: ignore[attr-defined]
-    for part in ast.walk(tree):
-        ast.copy_location(part, node)
-    inner.body += body
-    return ast.fix_missing_locations(tree)
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code, and the code of every function and class in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 def _marks(code: CodeType) -> set[tuple[type, object]]:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from midstream.sites import Binding, Key, Ref, follow, point_name, replaced
+from midstream.sites import Binding, Key, point_name
 from midstream.trace.remote import ALONE, Peers
+from midstream.tree import Ref, follow, replaced
 
 Span = tuple[int, int]  # rows [first, last) of the flat batch
 Written = Callable[

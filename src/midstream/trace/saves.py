@@ -11,6 +11,7 @@ The engine works on copies of `self` and `keep`, and so of their lists. These co
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import sysconfig
@@ -25,7 +26,7 @@ from torch import nn
 
 from midstream.errors import UnsavedError
 from midstream.trace.remote import BINARY, COMPARISONS, UNARY
-from midstream.trace.tree import Opaque
+from midstream.tree import Opaque
 
 CONTAINERS = (list, dict, deque)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
@@ -177,13 +178,18 @@ def is_imported(function: Any) -> bool:
     return here is function and function.__module__ != "__main__"
 
 
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """The variables of the functions around this one that it uses, with their values."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            found[name] = cell.cell_contents
+    return found
+
+
 def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """The names that a function uses from outside, with their values."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
+    yield from closure_of(function).items()
     names = function.__globals__
     yield from ((name, names[name]) for name in function.__code__.co_names if name in names)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.lazy import lazy_copy, unwritten
 from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
-from midstream.trace.tree import leaves
+from midstream.tree import leaves, map_tensors, objects_in
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
@@ -410,7 +410,8 @@ class Notes:
         has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
         try:
             if has_indices:
-                return _on_meta(func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()}))
+                found = func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()})
+                return map_tensors(found, lambda _, tensor: tensor.to("meta"))
             if (
                 facts.is_view or facts.changes
             ):  # views share the memory of these very tensors, and the others change them
@@ -530,18 +531,10 @@ def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> 
             return _laid(tree)
         return type(tree)(map(found, tree)) if isinstance(tree, (tuple, list)) else tree
 
-    dtypes = set(_dtypes((args, [each for _, each in kwargs])))
+    dtypes = {laid.dtype for laid in objects_in((args, kwargs), _Laid)}
     if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
         func(*[given(each, "cpu") for each in args], **{name: given(each, "cpu") for name, each in kwargs})
     return found(func(*map(given, args), **{name: given(each) for name, each in kwargs}))
-
-
-def _dtypes(tree: Any) -> Iterator[torch.dtype]:
-    if isinstance(tree, _Laid):
-        yield tree.dtype
-    elif isinstance(tree, (tuple, list)) and not isinstance(tree, _Plain):
-        for each in tree:
-            yield from _dtypes(each)
 
 
 def _made(tree: Any) -> Any:
@@ -578,12 +571,6 @@ def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return np.shares_memory(laid_out(a), laid_out(b), max_work=_MOST_WORK)
     except np.exceptions.TooHardError:
         return True
-
-
-def _on_meta(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.to("meta")
-    return type(tree)(map(_on_meta, tree)) if isinstance(tree, (tuple, list)) else tree
 
 
 def _frozen(tree: Any) -> Any:
@@ -632,7 +619,7 @@ class SeeingFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         notes = self._notes
-        if notes.makes_numbers and _has_number((args, kwargs)):
+        if notes.makes_numbers and any(objects_in((args, kwargs), Number)):
             notes.end("a number of the forward is used in a tensor")
         special = _SPECIAL.get(func)
         if special is not None and args and notes.is_unknown(args[0]):
@@ -642,12 +629,6 @@ class SeeingFunctions(TorchFunctionMode):
         if notes.device.type != "cpu":
             args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(each) for name, each in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
-
-
-def _has_number(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        return any(map(_has_number, tree.values()))
-    return any(map(_has_number, tree)) if type(tree) in (list, tuple) else type(tree) is Number
 
 
 def _on_cpu(value: Any) -> Any:

@@ -16,8 +16,8 @@ from midstream.arch.aliases import resolved
 from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
 from midstream.trace.body import Body, StopTrace, current_body, is_in_body
 from midstream.trace.saves import refuse
-from midstream.trace.tree import Opaque, map_tensors
 from midstream.trace.visit import Visit
+from midstream.tree import Opaque, map_tensors
 
 _numbers = itertools.count()
 # What `save` does in the code around invokes or traces, which runs in the caller's process.

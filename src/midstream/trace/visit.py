@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from midstream.errors import ShapeError, TraceError
-from midstream.sites import Binding, Key, Ref, point_name
+from midstream.sites import Binding, Key, point_name
 from midstream.trace.rows import Event, FlatRows, Rows, SharedSite, Span, private
-from midstream.trace.tree import as_bits, leaves, map_tensors, memory_of, shape_text
+from midstream.tree import Ref, as_bits, leaves, map_tensors, memory_of, shape_text
 
 
 @dataclass

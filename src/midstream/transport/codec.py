@@ -29,7 +29,7 @@ from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
 from midstream.trace.program import OUT_OF_BAND, is_sent, itself
 from midstream.trace.tracer import Cache, CacheEntry, Result
-from midstream.trace.tree import is_raw, movable
+from midstream.tree import is_raw, movable
 
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 NO_MESSAGE = "the server sent something that is no message of midstream's"
@@ -349,16 +349,18 @@ def _error_parts(error: MidstreamError) -> tuple[Any, ...]:
     own = next(each.__name__ for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
     builtin = next(each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins")
     notes = [_as_utf8(note) for note in getattr(error, "__notes__", [])]
-    return own, None if builtin == "Exception" else builtin, _as_utf8(text_of(error)), notes
+    field = error.field and _as_utf8(error.field)
+    return own, None if builtin == "Exception" else builtin, _as_utf8(text_of(error)), field, notes
 
 
-def _error(own: str, builtin: str | None, message: str, notes: list[str]) -> MidstreamError:
+def _error(own: str, builtin: str | None, message: str, field: str | None, notes: list[str]) -> MidstreamError:
     """An error of a class of midstream's; if it has a builtin base beside, as InterventionErrors do, of a class with both."""
     cls, base = _class(errors, own, MidstreamError), _class(builtins, builtin, Exception)
     if not issubclass(cls, base):
         name = cls.__name__.removesuffix("Error") + base.__name__  # InterventionValueError, as in `Failure.exception`
         cls = type(name, (cls, base), {"__module__": cls.__module__, "__str__": Exception.__str__})
     error: MidstreamError = cls(message)
+    error.field = field
     for note in notes:
         error.add_note(note)
     return error

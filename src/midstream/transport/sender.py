@@ -27,9 +27,9 @@ import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import BoundedQueue
-from midstream.trace.tree import as_bits, as_bytes
 from midstream.transport import wire
 from midstream.transport.codec import Packed, Stream, pack
+from midstream.tree import as_bits, as_bytes
 
 _log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0

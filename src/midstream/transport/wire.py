@@ -22,8 +22,8 @@ import msgspec
 import torch
 
 from midstream.errors import ChannelError
-from midstream.trace.tree import as_bytes
 from midstream.transport.codec import NO_MESSAGE, Entry, Packed, Size, unpack_data
+from midstream.tree import as_bytes
 
 INLINE_LIMIT = 64 * 1024  # bytes; a smaller payload is cheaper in the frame than in a memfd of its own
 _MAX_HEAD_BYTES = 64 << 20

@@ -53,9 +53,10 @@ class Clamp(Edit):
         low = -math.inf if self.low is None else fields.number("Clamp.low", self.low, unbounded=True)
         high = math.inf if self.high is None else fields.number("Clamp.high", self.high, unbounded=True)
         if low > high or low == math.inf or high == -math.inf:
-            raise PlanError(
+            text = (
                 f"Clamp.low is {low:g} and Clamp.high is {high:g}; allowed: low <= high, not both beyond all numbers."
             )
+            raise PlanError(text, field="Clamp.low")
         direction = as_vector_or_name("Clamp.direction", self.direction)
         if not isinstance(direction, Named):
             unit = as_unit(direction.data, "Clamp.direction")

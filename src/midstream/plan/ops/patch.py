@@ -143,7 +143,8 @@ class Patch(Edit):
             raise fields.refuse(field, f"{site!r}, which the run {run.name!r} lacks", ", ".join(run.sites) or "none")
         if layer not in run.layers:
             there = ", ".join(map(str, run.layers))
-            raise PlanError(f"{field} asks for layer {layer}, which the run {run.name!r} lacks; allowed: {there}.")
+            text = f"{field} asks for layer {layer}, which the run {run.name!r} lacks; allowed: {there}."
+            raise PlanError(text, field=field)
         width, expected = (widths.get(point) for point in ((site, layer), (self.site, self.layer)))
         if width is not None and expected is not None and width != expected:
             given = f"a run's {site} at layer {layer}, of width {width}"

@@ -287,7 +287,7 @@ def differences(model: VLLM, hf: LanguageModel) -> float:
     """Print the largest relative difference of each accessor, and of a plan's captures. Returns the largest."""
     import torch
 
-    from midstream import compare
+    from midstream.commands import compare
 
     heading(7, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
     layers, sides = range(model.num_layers), []
@@ -355,7 +355,3 @@ def start(eager: bool) -> tuple[VLLM, LanguageModel]:
     with waiting("loading the same model in transformers"):
         hf = LanguageModel(demo_model(), dtype=torch.float32)
     return model, hf
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,16 @@
-"""The tensors in modules' arguments and outputs (tuples, lists, named tuples, dicts, transformers' ModelOutput), and their bytes."""
+"""Trees of tuples, lists, named tuples, dicts and transformers' ModelOutput, as modules take and return them; their tensors' bytes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from midstream.sites import Ref
+Ref = tuple[int | str, ...]  # where a tensor lies in a tree
+T = TypeVar("T")
 
 
 class Opaque:
@@ -50,14 +51,49 @@ def map_tensors(tree: Any, change: Callable[[Ref, Any], Any], at: Ref = ()) -> A
     return tree
 
 
-def shape_text(tree: Any) -> str:
-    """A value's structure and shapes, for messages: `[7, 64]`, `([7, 64], [7, 64])`, `None`, `int`."""
+def follow(tree: Any, ref: Ref) -> Any:
+    """The leaf of `tree` at `ref`."""
+    for key in ref:
+        tree = tree[key]
+    return tree
+
+
+def replaced(tree: Any, ref: Ref, leaf: Any) -> Any:
+    """A copy of `tree` with another leaf at `ref`. The other leaves are shared."""
+    if not ref:
+        return leaf
+    key, rest = ref[0], ref[1:]
+    if isinstance(tree, dict) or hasattr(tree, "keys"):
+        changed = type(tree)(**tree) if not isinstance(tree, dict) else type(tree)(tree)
+        changed[key] = replaced(tree[key], rest, leaf)
+        return changed
+    items = list(tree)
+    items[int(key)] = replaced(tree[key], rest, leaf)
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def shape_text(tree: Any, shape: Callable[[torch.Tensor], str] = lambda tensor: str(list(tensor.shape))) -> str:
+    """A value's structure and shapes, as text: `[7, 64]`, `([7, 64], [7, 64])`, `{mask: [7]}`, `None`, `int`."""
     if isinstance(tree, torch.Tensor):
-        return str(list(tree.shape))
+        return shape(tree)
     if isinstance(tree, (tuple, list)):
-        inner = ", ".join(shape_text(item) for item in tree)
-        return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"
+        inner = ", ".join(shape_text(item, shape) for item in tree)
+        return f"({inner}{',' * (len(tree) == 1)})" if isinstance(tree, tuple) else f"[{inner}]"
+    if isinstance(tree, dict):
+        return f"{{{', '.join(f'{key}: {shape_text(value, shape)}' for key, value in tree.items())}}}"
     return "None" if tree is None else type(tree).__name__
+
+
+def objects_in(tree: Any, kind: type[T]) -> Iterator[T]:
+    """The objects of class `kind` in nested tuples, lists and dicts."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from objects_in(each, kind)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from objects_in(each, kind)
 
 
 def map_objects(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:

@@ -1,8 +1,8 @@
 """Compares vLLM with transformers, site by site and edit by edit, and prints the largest relative differences.
 
-    python -m midstream.compare                              # the bundled model
-    python -m midstream.compare MODEL MODEL --layers 0 10 20
-    python -m midstream.compare MODEL --model-impl transformers --markdown
+    midstream compare                              # the bundled model
+    midstream compare MODEL MODEL --layers 0 10 20
+    midstream compare MODEL --model-impl transformers --markdown
 
 A difference is `max|vllm - transformers| / max|transformers|`, the largest of all layers and prompts. Every accessor is
 read in a trace of its own, with all prompts in one batch. Every edit is compared by its effect on the logits, and on the
@@ -394,9 +394,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text_table(rows))
     found = [each for row in rows for each in row.differences.values()]
     return int(any(d.note.startswith("failed") or (d.value or 0) > args.tolerance for d in found))
-
-
-if __name__ == "__main__":
-    from midstream.compare import main as imported_main  # its functions are then shipped by name
-
-    raise SystemExit(imported_main())

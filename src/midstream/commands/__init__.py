@@ -1,0 +1,1 @@
+"""Commands of the program `midstream` that are no part of the library: `demo` and `compare`."""
