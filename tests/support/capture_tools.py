@@ -17,7 +17,8 @@ from midstream.capture import rows as capture_rows
 from midstream.capture import sinks as capture_sinks
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, RowChunk, routes
-from midstream.plan.captures import Key, Layout, RowSelection
+from midstream.plan.captures import Key, Layout
+from midstream.plan.selections import Selection
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -54,14 +55,17 @@ class Segment(NamedTuple):
         return RowChunk(*self[1:])
 
 
-def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, RowSelection] | None = None) -> Captured:
+def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, Selection] | None = None) -> Captured:
     """The captures of the segments' request; without `selected`, of all positions that are there."""
     if selected is None:
         there: dict[Key, set[int]] = {}
         for each in segments:
             for key in each.layout.by_key:
                 there.setdefault(key, set()).update(each.positions.tolist())
-        selected = {key: RowSelection(np.array(sorted(found), np.int64)) for key, found in there.items()}
+        selected = {
+            key: Selection(np.array(sorted(found), np.int64), max(found, default=-1) + 1)
+            for key, found in there.items()
+        }
     name = segments[0].request if segments else "?"
     return capture_rows.gather(name, [each.chunk for each in segments], stop, selected)
 

@@ -29,7 +29,8 @@ from midstream.capture.rows import Captured, RowChunk, gather
 from midstream.cli import main
 from midstream.engine.admission import json_size
 from midstream.errors import MidstreamError
-from midstream.plan.captures import Layout, RowSelection
+from midstream.plan.captures import Layout
+from midstream.plan.selections import Selection
 from midstream.plan.values import RecordedRun
 from midstream.requests.vectors_and_runs import Runs
 from midstream.serve import captures, command, requests
@@ -50,7 +51,7 @@ def captured(rows: int, value: float = 1.0) -> Captured:
     key = ("resid_post", 0, "before")
     layout = Layout.of([key], lambda _: WIDTH)
     chunk = RowChunk(np.arange(rows), layout, torch.full((rows, WIDTH), value))
-    return gather("r", [chunk], rows, {key: RowSelection.of("all_prompt", rows)})
+    return gather("r", [chunk], rows, {key: Selection.of("all_prompt", rows)})
 
 
 class Clock:
@@ -272,7 +273,7 @@ def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     key = ("resid_post", 0, "before")
     layout = Layout.of([key], lambda _: WIDTH)
     step = torch.ones(1000, WIDTH)
-    one = gather("r", [RowChunk(np.arange(1), layout, step[:1])], 1, {key: RowSelection.of("all_prompt", 1)})
+    one = gather("r", [RowChunk(np.arange(1), layout, step[:1])], 1, {key: Selection.of("all_prompt", 1)})
     (entry,) = store.put(MINE, 0, one, inline=0)
     held = store.get(MINE, entry["handle"])
     assert held is not None and held.tensor.untyped_storage().nbytes() == WIDTH * 4

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from midstream.errors import CaptureError, NotCapturedError
-from midstream.plan.captures import Key, Layout, Plane, RowSelection
+from midstream.plan.captures import Key, Layout, Plane
 from midstream.plan.fields import nearest
+from midstream.plan.selections import Selection
 from midstream.plan.values import Capture, Consumer
 from midstream.sites import site_of
 from midstream.trace.tree import as_bits
@@ -106,13 +107,13 @@ class Route:
     """One destination, and the rows that go there."""
 
     to: Any  # a directory, a callable or a plan's Consumer; None for the output
-    selected: dict[Key, RowSelection] = field(default_factory=dict)
+    selected: dict[Key, Selection] = field(default_factory=dict)
 
 
 class Routes(NamedTuple):
     """Where the rows of one request go."""
 
-    output: dict[Key, RowSelection]
+    output: dict[Key, Selection]
     sinks: tuple[Route, ...]
 
 
@@ -134,7 +135,7 @@ def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int
     there = list(layers)
     output, sinks = Route(None), dict[tuple[Any, ...], Route]()
     for capture in captures:
-        rows = RowSelection.of(capture.positions, prompt_length, capture.dtype)
+        rows = Selection.of(capture.positions, prompt_length, capture.dtype)
         given: Any = capture.layers
         chosen = there if given == "all" else [layer for layer in there if layer in given]
         for to in capture.sinks:
@@ -185,14 +186,14 @@ class _FoundRows(NamedTuple):
     pieces: list[tuple[int, slice | np.ndarray]]  # number of a chunk, rows of it
     positions: np.ndarray
     order: np.ndarray | None
-    dtype: str | None = None  # as of a RowSelection
+    dtype: str | None = None  # as of a Selection
 
 
 ChunkRows = tuple[np.ndarray, Layout]  # positions and layout of a chunk
 
 
 def find_rows(
-    request: str, chunks: Sequence[ChunkRows], stop: int | None, selected: Mapping[Key, RowSelection]
+    request: str, chunks: Sequence[ChunkRows], stop: int | None, selected: Mapping[Key, Selection]
 ) -> dict[Key, _FoundRows]:
     """The selected rows of each plane among the chunks, below position `stop`.
 
@@ -213,9 +214,7 @@ def find_rows(
     return found
 
 
-def _find(
-    what: str, chunks: Sequence[ChunkRows], numbers: list[int], stop: int | None, rows: RowSelection
-) -> _FoundRows:
+def _find(what: str, chunks: Sequence[ChunkRows], numbers: list[int], stop: int | None, rows: Selection) -> _FoundRows:
     wanted = rows.below(stop)
     there = np.concatenate([chunks[i][0] for i in numbers]) if numbers else NO_POSITIONS
     if np.array_equal(there, wanted):  # the usual case: all rows came, in order
@@ -392,7 +391,7 @@ def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(bits).view(pieces[0].dtype)
 
 
-def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mapping[Key, RowSelection]) -> Captured:
+def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mapping[Key, Selection]) -> Captured:
     """The selected rows of a request below position `stop`, in the order of their positions.
 
     `stop` is prompt length plus generated tokens minus one: the last token is never fed back, and rows that asynchronous

@@ -52,7 +52,8 @@ from midstream.capture.rows import (
     rows_where,
 )
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key, RowSelection
+from midstream.plan.captures import Key
+from midstream.plan.selections import Selection
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size
@@ -80,7 +81,7 @@ class _Way:
 
     thread: ConsumerThread
     delivery: Delivery
-    selected: dict[Key, RowSelection]
+    selected: dict[Key, Selection]
     seen: set[Key] = field(default_factory=set)  # planes of which rows have come
     empty: dict[Key, torch.Tensor] = field(default_factory=dict)  # `[0, width]` for planes of which none have come
 
@@ -246,7 +247,7 @@ class RequestCapture:
 
     def gather_early(self, prompt_length: int) -> None:
         """Gather the output's rows before the request's end is known, if they are all of the prompt."""
-        if all(rows.tail is None for rows in self._output.values()):
+        if all(not rows.generated for rows in self._output.values()):
             self._captured = self._gather(prompt_length)
 
     def discard(self, error: Exception | None = None) -> None:

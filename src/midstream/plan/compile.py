@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import EMPTY, Capture, Key, Layout, RowSelection
+from midstream.plan.captures import EMPTY, Capture, Key, Layout
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.program import Program
+from midstream.plan.selections import Selection
 from midstream.plan.steps import SIZES
 from midstream.plan.values import SITE_ORDER, Plan, encoded
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
@@ -174,14 +175,13 @@ def _reach(normal: Plan, prompt_length: int, listed: int) -> Reach:
             prompt[prompt_length:] |= edit.phase != "prefill"
         is_placed = position is not None
         acts.append((edit, is_placed or edit.phase != "decode", not is_placed and edit.phase != "prefill"))
-    selected: dict[Any, RowSelection] = {}
+    selected: dict[Any, Selection] = {}
     for capture in normal.captures:
         if capture.positions not in selected:
-            selected[capture.positions] = RowSelection.of(capture.positions, prompt_length)
-            prompt[selected[capture.positions].listed] = True
-            prompt[prompt_length:] |= selected[capture.positions].tail is not None
-        rows = selected[capture.positions]
-        acts.append((capture, bool(rows.listed.size), rows.tail is not None))
+            selected[capture.positions] = Selection.of(capture.positions, prompt_length)
+            prompt[selected[capture.positions].prompt] = True
+            prompt[prompt_length:] |= capture.selects_generated
+        acts.append((capture, bool(selected[capture.positions].prompt.size), capture.selects_generated))
     if listed > prompt_length:  # generated positions among the listed ones
         acts = [(item, here or there, there) for item, here, there in acts]
     in_prompt = [item for item, here, _ in acts if here]
@@ -228,10 +228,10 @@ def _captured(captures: list[Capture], prompt_length: int) -> tuple[np.ndarray, 
     generated: set[Key] = set()
     codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
     for selector, keys in groups.items():
-        rows = RowSelection.of(selector, prompt_length)
-        generated |= keys if rows.tail is not None else set()
-        before, place = np.unique(codes[rows.listed], return_inverse=True)
-        codes[rows.listed] = len(sets) + place
+        rows = Selection.of(selector, prompt_length)
+        generated |= keys if rows.generated else set()
+        before, place = np.unique(codes[rows.prompt], return_inverse=True)
+        codes[rows.prompt] = len(sets) + place
         sets += [sets[code] | keys for code in before.tolist()]
     return codes, sets, frozenset(generated)
 
@@ -438,9 +438,7 @@ class PlanKeys:
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
     """The lowest captured position of the prompt, which cache hits must not pass; None if none is captured."""
-    prompts = [
-        RowSelection.of(selector, prompt_length).listed for selector in {capture.positions for capture in plan.captures}
-    ]
+    prompts = [Selection.of(each, prompt_length).prompt for each in {capture.positions for capture in plan.captures}]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 
 

@@ -396,7 +396,7 @@ class PreparedPlan:
             tuple(self.prompt),
             tuple(dict.fromkeys(site for site, _, _ in selected)),
             tuple(sorted({layer for _, layer, _ in selected})),
-            tuple(next(iter(selected.values())).listed.tolist()),
+            tuple(next(iter(selected.values())).prompt.tolist()),
         )
 
 
@@ -491,5 +491,5 @@ class Planner:
 def _bytes(prepared: PreparedPlan) -> int:
     """About how many bytes the routes take."""
     ways = (prepared.routes.output, *(sink.selected for sink in prepared.routes.sinks))
-    rows = {id(selected): selected.listed.nbytes for way in ways for selected in way.values()}
+    rows = {id(selected): selected.prompt.nbytes for way in ways for selected in way.values()}
     return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))

@@ -1,4 +1,4 @@
-"""Plans in the tables. Requests with the same plan share one `LoadedPlan`. If it lists positions, their prompts must have one length, too.
+"""Plans in the tables. Requests share one `LoadedPlan` if they have the same plan, and it does the same at the ends of their prompts.
 
 A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.plan.captures import POSITIONS
 from midstream.plan.compile import CompiledPlan, Profile, Reach
+from midstream.plan.selections import Selection
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
@@ -30,7 +30,7 @@ _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 @dataclass(eq=False)
 class LoadedPlan:
-    """A plan in the tables, for prompts of one length or of any length.
+    """A plan in the tables, for the prompts of one `_shape`.
 
     Attributes:
         prompt: int32, the numbers of the profiles of the prompt's last positions, and of generated positions that edits name. Earlier
@@ -161,8 +161,7 @@ class LoadedPlans:
 
     def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
-        length = _compiled_length(payload.plan, length)
-        key = (payload.wire, length)
+        key = (payload.wire, _shape(payload.plan, length))
         loaded = self._loaded.get(key)
         if loaded is None:
             loaded = self._make(payload, length, row)
@@ -197,12 +196,13 @@ class LoadedPlans:
         plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
         reach = compiled.reach
+        first = min(_first(compiled.prompt, reach.prompt), length - 1)
         points = reach.prompt_points, reach.generated_points
         off_graph = self._off_graph(points[0]), self._off_graph(points[1])
         return LoadedPlan(
             plan,
             slots,
-            slots.ids[compiled.prompt],
+            slots.ids[compiled.prompt[first:]],
             int(slots.ids[compiled.generated]),
             self._hooked(_points(compiled.profiles)),
             off_graph,
@@ -212,7 +212,7 @@ class LoadedPlans:
             ),
             (_sites(points[0]) - off_graph[0], _sites(points[1]) - off_graph[1]),
             [run.id for run in plan.runs],
-            reach,
+            reach._replace(prompt=reach.prompt[first:]),
             len(compiled.prompt) - length,
         )
 
@@ -225,17 +225,24 @@ class LoadedPlans:
         return frozenset(at for at in mine | others if at.point in self._built_in)
 
 
-def _compiled_length(plan: Plan, length: int) -> int:
-    """The prompt length to compile a plan for.
-
-    A plan that lists no positions of the prompt treats all of them alike, except perhaps the last. So one or two stand for prompts of any
-    length.
+def _shape(plan: Plan, length: int) -> Any:
+    """Equal for prompts of two lengths if the plan does the same at their last positions, and at all earlier ones what it does at the
+    first of these. So one loaded plan is enough for both.
     """
-    selected = {capture.positions for capture in plan.captures}
-    names_positions = any(edit.place is not None and not edit.is_of_generated for edit in plan.edits)
-    if names_positions or not selected <= set(POSITIONS):
+    if any(isinstance(item.place, tuple) and not item.is_of_generated for item in plan.interventions):
         return length
-    return 2 if "last_prompt" in selected else 1
+    masks = []
+    for positions in dict.fromkeys(capture.positions for capture in plan.captures):
+        mask = np.zeros(length, bool)
+        mask[Selection.of(positions, length).prompt] = True
+        masks.append(mask[_first(mask) :].tobytes())
+    return tuple(masks)
+
+
+def _first(*each: np.ndarray) -> int:
+    """The last of the positions at which the arrays have the values that they begin with."""
+    differ = np.logical_or.reduce([array[1:] != array[:-1] for array in each])
+    return int(differ.argmax()) if differ.any() else max(len(each[0]) - 1, 0)
 
 
 def _sites(points: Collection[Point]) -> frozenset[str]:

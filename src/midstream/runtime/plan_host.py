@@ -332,7 +332,7 @@ class PlanHost:
                 self.captures.fail(name, payload, str(error))
 
     def _begin(self, name: str, payload: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
-        if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
+        if self._speculative and any(capture.selects_generated for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
         if payload.record is not None:
             check_recorded(plan)
