@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from midstream.capture import rows as capture_rows
 from midstream.capture import sinks as capture_sinks
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import Captured, RowChunk, routes
-from midstream.plan.captures import Key, Layout
+from midstream.capture.rows import NO_ROUTES, Captured, Rows, routes
+from midstream.plan.captures import Key, Planes
 from midstream.plan.selections import Selection
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
-def layout(*planes: tuple[str, int, str, int]) -> Layout:
+def layout(*planes: tuple[str, int, str, int]) -> Planes:
     """Planes (site, layer, when, width) one after another."""
     widths = {(site, layer): width for site, layer, _, width in planes}
-    return Layout.of((plane[:3] for plane in planes), lambda key: widths[key[:2]])
+    return Planes.of((plane[:3] for plane in planes), lambda key: widths[key[:2]])
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -43,16 +43,16 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 class Segment(NamedTuple):
-    """A `RowChunk`, and the request that it is of."""
+    """A `Rows`, and the request that it is of."""
 
     request: str
     positions: np.ndarray
-    layout: Layout
+    layout: Planes
     rows: torch.Tensor
 
     @property
-    def chunk(self) -> RowChunk:
-        return RowChunk(*self[1:])
+    def chunk(self) -> Rows:
+        return Rows(*self[1:])
 
 
 def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, Selection] | None = None) -> Captured:
@@ -164,7 +164,7 @@ def begin(
 ) -> None:
     told = CaptureInfo(request, tuple(prompt), **info)
     found = routes(captures, told.prompt_length, range(layers))
-    sinks.captures[request] = capture_sinks.RequestCapture(told, found._replace(output={}), sinks)
+    sinks.captures[request] = capture_sinks.RequestCapture(told, (*NO_ROUTES, *found[1:]), sinks)
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 20.0) -> None:

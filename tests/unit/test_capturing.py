@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from capture_tools import capture_threads, wait_until
@@ -17,7 +18,7 @@ from midstream.capture.directory import open_captures
 from midstream.capture.rows import Captured, routes
 from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, EngineClosedError
-from midstream.plan.captures import Layout
+from midstream.plan.captures import Planes
 from midstream.plan.values import Capture, ModelFacts, Plan
 from midstream.requests.invokes import PreparedPlan
 from midstream.trace.program import Outcome
@@ -45,7 +46,7 @@ class Channel:
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
         self.layouts = [
-            Layout.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda _: WIDTH)
+            Planes.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda _: WIDTH)
             for s in range(stages)
         ]
 
@@ -55,7 +56,7 @@ class Channel:
         for number, positions in parts.items():
             layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
-            pieces = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
+            each = [(np.array([position]), layout, rows, i) for i, position in enumerate(positions)]
             header = {
                 "key": self.receivers[number].key,
                 "request": f"r{number}",
@@ -63,7 +64,7 @@ class Channel:
                 "stage": stage,
                 "confirmed": 0,
             }
-            messages.append((header, {"pieces": pieces, "error": None}))
+            messages.append((header, {"rows": each, "error": None}))
         self.senders[stage].send_together(messages)
 
     def close(self) -> None:
@@ -243,11 +244,11 @@ def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Pat
     sender = Sender(receiver.address, "0")
     thread = RowThread([], None, [(each, receiver.expect(each.key, ["0"])) for each in both])
     try:
-        layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda _: WIDTH)
+        layout = Planes.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda _: WIDTH)
         for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
-            piece = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
+            rows = (np.arange(LENGTH + 3), layout, torch.ones(LENGTH + 3, LAYERS * WIDTH))
             header = {"key": each.key, "request": name, "final": final, "stage": 0, "confirmed": 0}
-            sender.send(header, {"pieces": [piece], "error": None})
+            sender.send(header, {"rows": [rows], "error": None})
         thread.end("first", [2])
         wait_until(lambda: any(tmp_path.glob("index-*.jsonl")) and "first" in open_captures(tmp_path))
         store = open_captures(tmp_path)

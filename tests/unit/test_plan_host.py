@@ -3,6 +3,7 @@
 The scheduler's outputs are written by hand; the oracle is what each request's plan says about each of its positions.
 """
 
+import itertools
 import time
 import weakref
 from dataclasses import replace
@@ -14,8 +15,8 @@ import torch
 from torch import nn
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
-from midstream.capture.rows import Piece, RowChunk
-from midstream.plan.captures import Layout, Plane
+from midstream.capture.rows import Rows
+from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import compile_plan
 from midstream.plan.values import ModelFacts
 from midstream.runtime import loaded_plans, planned, tables
@@ -26,7 +27,7 @@ from midstream.runtime.request import PlanRequest, packed
 from midstream.runtime.sending import CaptureSender, LocalSinks
 from midstream.runtime.step import RequestEnd, StepView
 from midstream.runtime.store import make_run
-from midstream.runtime.tables import CpuTables, DeviceTables, Rows
+from midstream.runtime.tables import CpuTables, DeviceTables, RowProfiles
 from midstream.sites import Binding
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]
@@ -392,7 +393,7 @@ def test_captured_rows_come_once_over_preemptions(steps, positions):
     steps.step(resumed=["a"], counts={"a": 5})
     steps.step()
     steps.step(finished=["a"])
-    found = [p for _, value in steps.sent for at, *_, count in value["pieces"] for p in range(at, at + count)]
+    found = [p for _, value in steps.sent for positions, *_ in value["rows"] for p in positions.tolist()]
     assert sorted(found) == list(range(0 if positions == "all" else len(PROMPT), 6))
 
 
@@ -400,10 +401,10 @@ def captured(steps, name):
     """`{position: the first element of its row}` of all that was sent for a request."""
     found = {}
     for header, value in steps.sent:
-        for position, _, block, first, number in value["pieces"] if header["request"] == name else ():
-            for i in range(number):
-                assert position + i not in found
-                found[position + i] = block[first + i, 0].item()
+        for rows in itertools.starmap(Rows, value["rows"] if header["request"] == name else ()):
+            for position, row in zip(rows.positions.tolist(), rows.values, strict=True):
+                assert position not in found
+                found[position] = row[0].item()
     return found
 
 
@@ -549,7 +550,7 @@ def test_e4_v2_has_a_preempted_request_begin_anew(steps, positions):
     assert steps.step(plan, counts={"a": 4})["resid_post", 0][:, 0].tolist() == [1] * 4
     assert steps.step()["resid_post", 0][:, 0].tolist() == [1] and not steps.host.errors
     steps.step(finished=["a"])
-    rows = [p for _, value in steps.sent for at, *_, count in value["pieces"] for p in range(at, at + count)]
+    rows = [p for _, value in steps.sent for positions, *_ in value["rows"] for p in positions.tolist()]
     assert sorted(rows) == ([2] if positions == "last_prompt" else [3, 4])
 
 
@@ -576,9 +577,9 @@ def test_d5_consumers_get_rows_while_the_request_goes_on():
     sinks = LocalSinks("e", 1, [0])
     plan = Plan.of(Capture("resid_post", layers=0, positions="all_generated", to=lambda *row: taken.extend(row[3])))
     sinks.begin("r", plan, PROMPT)
-    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
+    layout = Planes([Plane("resid_post", 0, "before", 0, WIDTH)])
     for first in range(3, 15, 4):
-        sinks.rows("r", [RowChunk(np.arange(first, first + 4), layout, torch.zeros(4, WIDTH))], first + 2)
+        sinks.rows("r", [Rows(np.arange(first, first + 4), layout, torch.zeros(4, WIDTH))], first + 2)
     deadline = time.monotonic() + 10
     while taken != list(range(3, 13)):
         assert time.monotonic() < deadline, taken
@@ -613,7 +614,7 @@ def test_device_tables_upload_what_changed():
                 tables.load(compile_plan(plan, 3, LAYERS, width=lambda site, layer: WIDTH, vector=None, run=None))
             )
         if random.random() < 0.5:
-            tables.begin_step(Rows(np.zeros(4, np.int32)), None)
+            tables.begin_step(RowProfiles(np.zeros(4, np.int32)), None)
             live = sorted(tables.profiles)
             assert (tables._table.numpy()[live] == tables._host[live]).all()
             assert int(tables._address[0]) == tables._table.data_ptr()
@@ -633,13 +634,13 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
     plans = {
         name: Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=to)) for name, to in plans.items()
     }
-    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
+    layout = Planes([Plane("resid_post", 0, "before", 0, WIDTH)])
     carried = PlanRequest(b"")
     for name, plan in plans.items():
         captures.begin(name, carried, plan, PROMPT)
     for position in range(len(PROMPT)):
         for name in plans:
-            captures.send(name, carried, [Piece(position, layout, torch.zeros(1, WIDTH), 0, 1)], False)
+            captures.send(name, carried, [Rows(np.array([position]), layout, torch.zeros(1, WIDTH))], False)
     for name in plans:
         captures.end(name, carried, 4, None)
     captures.close()
@@ -657,9 +658,9 @@ def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     sender = SimpleNamespace(send_together=sent.extend)
     captures = CaptureSender(lambda: sender, lambda: sinks, 0, sends)
     plan = Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=lambda *row: taken.append(row[3])))
-    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
+    layout = Planes([Plane("resid_post", 0, "before", 0, WIDTH)])
     carried = PlanRequest(b"", capture=mailbox)
-    pieces = [Piece(0, layout, torch.zeros(len(PROMPT), WIDTH), 0, len(PROMPT))]
+    pieces = [Rows(np.arange(len(PROMPT)), layout, torch.zeros(len(PROMPT), WIDTH))]
     for name in ("ends", "fails"):
         captures.begin(name, carried, plan, PROMPT)
     captures.end("ends", carried, 4, pieces)
@@ -704,7 +705,7 @@ def test_i1_rows_of_a_trace_behind_the_step_that_is_over_are_dropped(steps, monk
 
 
 def taken(steps, name):
-    return [(piece.position, piece.chunk.rows) for piece in steps.taken[name]]
+    return [(int(rows.positions[0]), rows.values) for rows in steps.taken[name]]
 
 
 @pytest.mark.parametrize(
@@ -712,17 +713,17 @@ def taken(steps, name):
 )
 def test_d5_a_block_is_sent_whole_only_if_most_of_it_leaves(steps, leaving, is_whole):
     """Whole, it is sent once for several requests. Seen failing where other rows are sent, too."""
-    block, layout = torch.arange(12.0)[:, None], Layout((Plane("resid_post", 0, "before", 0, 1),))
+    block, layout = torch.arange(12.0)[:, None], Planes((Plane("resid_post", 0, "before", 0, 1),))
     for number, (first, count) in enumerate(leaving):
         request = PlanRequest(b"", capture=("c", number))
-        steps.host.captures.send(f"{number}", request, [Piece(10, layout, block, first, count)], True)
+        steps.host.captures.send(f"{number}", request, [Rows(np.arange(10, 10 + count), layout, block, first)], True)
     steps.host.captures.flush()
-    pieces = [value["pieces"][0] for _, value in steps.sent]
-    assert [rows[at : at + count, 0].tolist() for *_, rows, at, count in pieces] == [
+    sent = [Rows(*value["rows"][0]) for _, value in steps.sent]
+    assert [rows.values[:, 0].tolist() for rows in sent] == [
         list(range(first, first + count)) for first, count in leaving
     ]
-    assert [rows is block for _, _, rows, *_ in pieces] == [is_whole] * len(leaving)
-    assert is_whole or [len(rows) for _, _, rows, *_ in pieces] == [count for _, count in leaving]
+    assert [rows.block is block for rows in sent] == [is_whole] * len(leaving)
+    assert is_whole or [len(rows.block) for rows in sent] == [count for _, count in leaving]
 
 
 SELECTED = [
@@ -746,11 +747,10 @@ def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, po
         + [Capture("resid_post", layers=layer, positions=each) for layer, each in enumerate(several)]
     )
     payload = PlanRequest(packed(plan), LAYERS)
-    taken = [steps.host._loaded.take(payload, length, None) for length in (4, 1, 2, 3)]
-    assert len({id(each) for each in taken}) == 1
-    shared = taken[0]
-    profile_of = dict(zip(shared.slots.ids.tolist(), shared.slots.compiled.profiles, strict=True))
-    for length in (1, 2, 3, 4):
+    taken = {length: steps.host._loaded.take(payload, length, None) for length in (4, 1, 2, 3)}
+    assert len({id(taken[length]) for length in (2, 3, 4)}) == 1
+    for length, shared in taken.items():
+        profile_of = dict(zip(shared.slots.ids.tolist(), shared.slots.compiled.profiles, strict=True))
         alone = compile_plan(plan, length, LAYERS, width=lambda *_: WIDTH, vector=None, run=None)
         expected = [alone.profiles[number] for number in [*alone.prompt.tolist(), *[alone.generated] * 2]]
         kept = [i for i, profile in enumerate(expected) if profile.row_width]

@@ -19,9 +19,9 @@ import torch
 from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
-from midstream.capture.rows import RowChunk
+from midstream.capture.rows import Rows
 from midstream.errors import CaptureError, PlanError
-from midstream.plan.captures import Layout
+from midstream.plan.captures import Planes
 from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.values import Named, RecordedRun
 from midstream.requests.vectors_and_runs import Runs, run_now
@@ -315,9 +315,9 @@ def test_d5_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
 
     def feed(sinks: LocalSinks, layers: list[int]) -> None:
         sinks.begin("a", plan, [7, 8, 9])
-        layout = Layout.of((("resid_post", layer, "before") for layer in layers), lambda _: WIDTH)
+        layout = Planes.of((("resid_post", layer, "before") for layer in layers), lambda _: WIDTH)
         rows = torch.stack([torch.cat([value("resid_post", layer, p) for layer in layers]) for p in range(3)])
-        sinks.rows("a", [RowChunk(np.arange(3), layout, rows)])
+        sinks.rows("a", [Rows(np.arange(3), layout, rows)])
         sinks.end("a", 3)
         sinks.close()
 

@@ -141,8 +141,8 @@ class Plane(NamedTuple):
     width: int
 
 
-class Layout(tuple[Plane, ...]):
-    """The planes of a captured row. Many requests share a layout, so it caches what is derived from it."""
+class Planes(tuple[Plane, ...]):
+    """The planes of a captured row. Many requests share them, so it caches what is derived from it."""
 
     @classmethod
     def of(cls, keys: Iterable[Key], width: Callable[[Key], int]) -> Self:
@@ -170,7 +170,7 @@ class Layout(tuple[Plane, ...]):
         return max((plane.offset + plane.width for plane in self), default=0)
 
     def __reduce__(self) -> Any:
-        return Layout, (tuple(self),)
+        return Planes, (tuple(self),)
 
 
-EMPTY = Layout()
+NO_PLANES = Planes()

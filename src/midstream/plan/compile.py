@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import EMPTY, Capture, Key, Layout
+from midstream.plan.captures import NO_PLANES, Capture, Key, Planes
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
@@ -43,16 +43,16 @@ class Profile:
 
     Attributes:
         ops: (site, layer) -> capture before, edits in the order of their kinds, capture after; without the sites that have none.
-        layout: of the captured row.
+        planes: of the captured row.
     """
 
     ops: dict[Point, tuple[Op, ...]]
-    layout: Layout = EMPTY
+    planes: Planes = NO_PLANES
 
     @property
     def row_width(self) -> int:
         """Elements of a captured row; 0 if nothing is captured."""
-        return self.layout.width
+        return self.planes.width
 
     @cached_property
     def further(self) -> frozenset[Point]:
@@ -325,21 +325,21 @@ class _Profiles:
                 self._without_placed[planes, phase] = self._make(planes, everywhere)
             profile = self._without_placed[planes, phase]
             if here:
-                ops = {point: self._with_captures(point, edits, profile.layout) for point, edits in here.items()}
-                profile = Profile(profile.ops | ops, profile.layout)
+                ops = {point: self._with_captures(point, edits, profile.planes) for point, edits in here.items()}
+                profile = Profile(profile.ops | ops, profile.planes)
             self._numbers[key] = len(self.list)
             self.list.append(profile)
         return self._numbers[key]
 
     def _make(self, planes: frozenset[Key], edits: _Ranked) -> Profile:
         in_order = sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after"))
-        layout = Layout.of(in_order, lambda key: plane_width(key, self._width, self._reads))
+        row = Planes.of(in_order, lambda key: plane_width(key, self._width, self._reads))
         points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)
-        ops = {point: self._with_captures(point, _in_order(edits.get(point, ())), layout) for point in points}
-        return Profile(ops, layout)
+        ops = {point: self._with_captures(point, _in_order(edits.get(point, ())), row) for point in points}
+        return Profile(ops, row)
 
-    def _with_captures(self, point: Point, edits: tuple[Op, ...], layout: Layout) -> tuple[Op, ...]:
-        planes = [layout.by_key.get((*point, when)) for when in ("before", "after")]
+    def _with_captures(self, point: Point, edits: tuple[Op, ...], row: Planes) -> tuple[Op, ...]:
+        planes = [row.by_key.get((*point, when)) for when in ("before", "after")]
         before, after = (
             [Op("capture", offset=plane.offset, program=self._reads.get(plane[:3]))] if plane else []
             for plane in planes

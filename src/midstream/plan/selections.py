@@ -30,6 +30,7 @@ from midstream.errors import CaptureError, MidstreamError, PlanError
 from midstream.plan import fields
 
 GROUP = "midstream.selectors"
+NO_POSITIONS = np.empty(0, np.int64)
 _kinds: dict[str, type[Selector]] = {}
 
 

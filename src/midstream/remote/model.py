@@ -221,10 +221,10 @@ class Delivery:
             for sample, planes in zip(output.outputs, captured, strict=True):
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
                 info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
-                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
+                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
                 stop = len(self._plan.prompt) + len(sample.token_ids) - 1
                 self._captures.append((capture, stop))
-                capture.add(planes.chunks())
+                capture.add(planes.rows())
                 capture.end(stop)
         except MidstreamError as error:
             result.error = error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.errors import CaptureError
 from midstream.plan.compile import CompiledPlan, Profile, Reach
-from midstream.plan.selections import Selection
+from midstream.plan.selections import NO_POSITIONS, Selection, Selector
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
@@ -42,6 +43,7 @@ class LoadedPlan:
         acting: the other sites with ops there; on all ranks the same, as `off_graph` is.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
+        selectors: choose the rows of generated positions to capture; empty if all are captured or none.
         named: how many generated positions have profiles among `prompt`.
         users: requests that have it.
     """
@@ -57,8 +59,12 @@ class LoadedPlan:
     runs: list[str]
     reach: Reach
     named: int
+    selectors: tuple[Selector, ...] = ()
     users: int = 0
     key: Any = None
+    _selected: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, bool)
+    )  # what `selects` returns for the first numbers
 
     def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
@@ -93,6 +99,16 @@ class LoadedPlan:
     def captures_generated(self) -> int | None:
         """The number of the profile that keeps the rows of generated positions; None if they are not captured."""
         return self.generated if self.generated in self._capturing else None
+
+    def selects(self, number: int) -> bool:
+        """Whether one of `selectors` selects the generated token of this number. A selector that fails does: then the client raises."""
+        if number >= len(self._selected):
+            numbers = np.arange(max(2 * number, 256))
+            try:
+                self._selected = Selection(NO_POSITIONS, 0, self.selectors).mask(numbers)
+            except CaptureError:
+                self._selected = np.ones(numbers.size, bool)
+        return bool(self._selected[number])
 
     def last(self, length: int) -> int | None:
         """The position behind the last one that is captured: 0 if none is, None if generated ones are."""
@@ -214,6 +230,7 @@ class LoadedPlans:
             [run.id for run in plan.runs],
             reach._replace(prompt=reach.prompt[first:]),
             len(compiled.prompt) - length,
+            _choosing(plan),
         )
 
     def _programs(
@@ -237,6 +254,12 @@ def _shape(plan: Plan, length: int) -> Any:
         mask[Selection.of(positions, length).prompt] = True
         masks.append(mask[_first(mask) :].tobytes())
     return tuple(masks)
+
+
+def _choosing(plan: Plan) -> tuple[Selector, ...]:
+    """As `LoadedPlan.selectors`."""
+    asked = {capture.positions for capture in plan.captures if capture.selects_generated}
+    return () if any(isinstance(positions, str) for positions in asked) else tuple(asked)
 
 
 def _first(*each: np.ndarray) -> int:

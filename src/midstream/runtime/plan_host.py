@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.capture.rows import Piece
+from midstream.capture.rows import Rows
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
@@ -23,7 +22,7 @@ from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
-from midstream.runtime.tables import Rows, Tables
+from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite, Point
 
 _log = logging.getLogger(__name__)
@@ -201,8 +200,8 @@ class PlanHost:
         batch = self._batch
         if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
             batch.laid_out = list(view.request_ids)
-            batch.rows = Rows(self._lay_out(view, all_generated=True), again=True)
-        rows = batch.rows if batch is not None else Rows(self._lay_out(view))
+            batch.rows = RowProfiles(self._lay_out(view, all_generated=True), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(view))
         assert rows is not None
         self.tables.begin_step(rows, self._places(view, batch is not None) if self._capturing else None)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
@@ -246,7 +245,7 @@ class PlanHost:
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
         for number, parts in wanted.items():
-            layout = self.tables.profiles[number].layout
+            planes = self.tables.profiles[number].planes
             requests, starts, counts, positions = zip(*parts, strict=True)
             ends = np.cumsum(counts)
             firsts = ends - counts  # each part's first row in the block
@@ -254,7 +253,7 @@ class PlanHost:
             block = self._block(number, len(rows))
             places[rows] = block.data_ptr() + np.arange(len(rows)) * (block.shape[1] * block.element_size())
             for request, count, position, first in zip(requests, counts, positions, firsts.tolist(), strict=True):
-                request.add(Piece(position, layout, block, first, count))
+                request.add(Rows(np.arange(position, position + count), planes, block, first))
         return places if places.any() else None
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:
@@ -262,27 +261,27 @@ class PlanHost:
         number = request.loaded.captures_generated
         if number is None or request.captured > position:
             return 0
+        request.captured = position + 1
+        if request.loaded.selectors and not request.loaded.selects(position - request.length):
+            return 0
         page = request.page
-        if page is None or not page.left:
+        if page is None or page.is_full:
             request.close_page()
             profile = self.tables.profiles[number]
-            row_bytes = profile.row_width * self._dtype.itemsize
-            page = request.page = Page(partial(self._block, number), row_bytes, profile.layout, position)
-        request.captured = position + 1
+            rows = Page.rows(profile.row_width * self._dtype.itemsize)
+            page = request.page = Page(self._block(number, rows), profile.planes)
         request.size += page.row_bytes
         self._has_due = self._has_due or request.size >= DUE_BYTES
-        address = page.address
-        page.address, page.left = address + page.row_bytes, page.left - 1
-        return address
+        return page.add(position)
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""
         return torch.empty(rows, self.tables.profiles[number].row_width, dtype=self._dtype, device=self._device)
 
-    def take_rows(self, name: str) -> list[Piece]:
+    def take_rows(self, name: str) -> list[Rows]:
         """The rows of a request that the coming forward captures for its trace. To be called once they have their places."""
         request = self._requests.get(name)
-        return request.take_pieces() if request is not None and request.payload.behind else []
+        return request.take_rows() if request is not None and request.payload.behind else []
 
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
@@ -298,11 +297,11 @@ class PlanHost:
             request.complete = request.has_all
             self._capturing -= request.complete
             if request.payload.behind:
-                request.take_pieces()  # drop them: the trace that would have taken them is over
+                request.take_rows()  # drop them: the trace that would have taken them is over
             elif request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
-                self.captures.send(name, request.payload, request.take_pieces(), request.complete, confirmed)
+                self.captures.send(name, request.payload, request.take_rows(), request.complete, confirmed)
         self.captures.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -414,7 +413,7 @@ class PlanHost:
             if request.payload.record is not None:
                 self._keep(request)
             is_sent = unsent and not request.payload.behind
-            self.captures.end(name, request.payload, tokens, request.take_pieces() if is_sent else None)
+            self.captures.end(name, request.payload, tokens, request.take_rows() if is_sent else None)
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:
@@ -424,14 +423,13 @@ class PlanHost:
     def _keep(self, request: PlannedRequest) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.payload.record is not None
-        pieces = request.take_pieces()
+        captured = request.take_rows()
         plan, length = request.loaded.plan, request.length
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
-            chunks = [piece.chunk for piece in pieces]
-            keys = chunks[0].layout.by_key if chunks else ()  # pieces of a recorded run have one layout
-            rows = {key[:2]: torch.cat([chunk.plane(key) for chunk in chunks]) for key in keys}
-            self.runs.add(recorded_run(request.payload.record, plan, length, layers, rows, widths, size))
+            keys = captured[0].planes.by_key if captured else ()  # all rows of a recorded run have the same planes
+            planes = {key[:2]: torch.cat([rows.plane(key) for rows in captured]) for key in keys}
+            self.runs.add(recorded_run(request.payload.record, plan, length, layers, planes, widths, size))
 
     def gauges(self) -> dict[str, int]:
         """What is alive; all but `runs` and `vectors` zero when no planned request is."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from midstream.runtime.tables import Rows
+from midstream.runtime.tables import RowProfiles
 from midstream.sites import NotFinite, Point
 
 
@@ -148,7 +148,7 @@ class RepeatedBatch:
     active: bool
     hooked: bool
     laid_out: list[str] = field(default_factory=list)
-    rows: Rows | None = None
+    rows: RowProfiles | None = None
 
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether `rows` are of a batch with these requests, in this order, and as much padding."""

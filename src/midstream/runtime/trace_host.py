@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.arch import Architecture
-from midstream.capture.rows import Piece
+from midstream.capture.rows import Rows
 from midstream.errors import (
     NOT_FINITE,
     MidstreamError,
@@ -151,14 +151,14 @@ class CapturedRows(NamedTuple):
         number: how many.
         first: the position of the first.
         last_row: where its logits and its sample are.
-        pieces: the rows; none if the bodies read no site.
+        rows: none if the bodies read no site.
     """
 
     bodies: list[str]
     number: int
     first: int
     last_row: FlatRows
-    pieces: list[Piece]
+    rows: list[Rows]
 
 
 class TraceHost:
@@ -483,7 +483,7 @@ class TraceHost:
 
     # Steps, called by the runner's adapter.
 
-    def begin_step(self, view: StepView, take_rows: Callable[[str], list[Piece]] = lambda name: []) -> None:
+    def begin_step(self, view: StepView, take_rows: Callable[[str], list[Rows]] = lambda name: []) -> None:
         """The batch is laid out; the forward comes next.
 
         `take_rows` gives the rows of a request that the forward will capture for its trace.
@@ -506,15 +506,13 @@ class TraceHost:
             if scheduled.computed < request.seen:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
-            pieces = sorted(take_rows(name), key=lambda piece: piece.position) if request.trace.is_behind else []
+            taken = sorted(take_rows(name), key=lambda each: int(each.positions[0])) if request.trace.is_behind else []
             if end <= request.seen or request.is_done:
                 continue
             first = max(request.seen, scheduled.computed)
             last_row = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
             if request.trace.is_behind:
-                self._captured.append(
-                    CapturedRows(request.open_bodies, scheduled.stop - fresh, first, last_row, pieces)
-                )
+                self._captured.append(CapturedRows(request.open_bodies, scheduled.stop - fresh, first, last_row, taken))
             for body_name in request.open_bodies if not request.trace.is_behind else ():
                 rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, first)
                 last[body_name] = last_row
@@ -538,8 +536,8 @@ class TraceHost:
                     each.last_row,
                 )
             start += each.number
-        layouts = {id(piece.layout): piece.layout for each in self._captured for piece in each.pieces}
-        captured = {(site, layer) for layout in layouts.values() for site, layer, _ in layout.by_key}
+        distinct = {id(rows.planes): rows.planes for each in self._captured for rows in each.rows}
+        captured = {plane[:2] for planes in distinct.values() for plane in planes}
         self._behind_points = {}
         for point in sorted(captured, key=lambda point: self._order[point]):
             binding = self.arch.bindings[point]
@@ -691,8 +689,8 @@ def _rows_at(captured: Sequence[CapturedRows], key: tuple[str, int, str]) -> tor
     """`[rows, width]`, what was captured at a site of all these requests; zeros for a request without it."""
     parts: list[torch.Tensor | int] = []
     for each in captured:
-        has_site = any(key in piece.layout.by_key for piece in each.pieces)
-        parts += [piece.chunk.plane(key) for piece in each.pieces] if has_site else [each.number]
+        has_site = any(key in rows.planes.by_key for rows in each.rows)
+        parts += [rows.plane(key) for rows in each.rows] if has_site else [each.number]
     like = next(part for part in parts if isinstance(part, torch.Tensor))
     if len(parts) == 1:
         return like
