@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from toy_selector import Around, Every, LastTwo
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.capture.rows import Rows
@@ -507,7 +508,7 @@ def test_d5_captured_rows_hold_memory_until_their_requests_end(steps, error):
     steps.step({"a": keep(1), "b": keep(2)})
     for _ in range(4):
         steps.step()
-    pages = [weakref.ref(steps.host._requests[name].page._block) for name in "ab"]
+    pages = [weakref.ref(steps.host._requests[name].page.block) for name in "ab"]
     steps.host.schedule({}, {}, {"a": RequestEnd(8, error)}, {})
     steps.sent.clear()
     assert [page() is None for page in pages] == [True, False]
@@ -733,6 +734,10 @@ SELECTED = [
     "all",
     ("last_prompt", "all_generated"),
     ("last_prompt", "all_prompt"),
+    LastTwo(),
+    Every(3),
+    (Every(3), "last_prompt"),
+    (LastTwo(), "all_generated"),
 ]
 
 
@@ -748,7 +753,7 @@ def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, po
     )
     payload = PlanRequest(packed(plan), LAYERS)
     taken = {length: steps.host._loaded.take(payload, length, None) for length in (4, 1, 2, 3)}
-    assert len({id(taken[length]) for length in (2, 3, 4)}) == 1
+    assert len({id(taken[length]) for length in (3, 4)}) == 1
     for length, shared in taken.items():
         profile_of = dict(zip(shared.slots.ids.tolist(), shared.slots.compiled.profiles, strict=True))
         alone = compile_plan(plan, length, LAYERS, width=lambda *_: WIDTH, vector=None, run=None)
@@ -763,6 +768,33 @@ def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, po
                 assert captured == [i for i in kept if start <= i < stop]
                 in_prompt, end = any(alone.reach.prompt[start:stop]), len(alone.prompt)
                 assert shared.acts(start, stop, length) == (in_prompt, stop > end and alone.reach.generated)
+
+
+def test_k6_prompts_share_a_plan_only_if_its_selectors_choose_alike(steps):
+    plan = Plan.of(
+        [Capture("resid_post", layers=0, positions=Around((0,))), Capture("mlp_out", layers=0, positions="all")]
+    )
+    for length in range(1, 12):
+        loaded = steps.host._loaded.take(PlanRequest(packed(plan), LAYERS), length, None)
+        profile_of = dict(zip(loaded.slots.ids.tolist(), loaded.slots.compiled.profiles, strict=True))
+        numbers = np.broadcast_to(loaded.profiles(0, length, length), length).tolist()
+        widths = [profile_of[number].row_width // WIDTH for number in numbers]
+        assert widths == [1 + (position % 3 == 0 or position >= length - 2) for position in range(length)]
+
+
+def test_k6_only_the_generated_rows_that_a_selector_chooses_are_sent(steps):
+    """Also where a batch repeats, after a preemption, and beside a request that captures all of them."""
+    several = [Capture("resid_post", layers=0, positions=each) for each in (Every(3), Around((), (1,)))]
+    steps.step({"a": several, "b": Capture("resid_post", layers=0, positions="all_generated")})
+    for _ in range(5):
+        steps.step()
+    steps.computed["a"] = 0
+    steps.step(resumed=["a"], counts={"a": 8})
+    for _ in range(3):
+        steps.step()
+    steps.step(finished=["a", "b"])
+    n, rows = len(PROMPT), {name: sorted(captured(steps, name)) for name in "ab"}
+    assert rows == {"a": [n - 2, n - 1, n, n + 1, n + 3, n + 6], "b": list(range(n, n + 9))}
 
 
 def test_a_plan_that_lists_positions_has_its_own_last_one(steps):

@@ -49,9 +49,10 @@ class Selector:
 
     def __init_subclass__(cls) -> None:
         cls.selects_generated = cls.of_generated is not Selector.of_generated
-        if cls.kind and _kinds.setdefault(cls.kind, cls).__qualname__ != cls.__qualname__:
-            raise ValueError(f"The kind {cls.kind!r} is taken by {_kinds[cls.kind].__qualname__}.")
-        _kinds[cls.kind] = cls
+        if (taken := _kinds.get(cls.kind, cls)).__qualname__ != cls.__qualname__:
+            raise ValueError(f"The kind {cls.kind!r} is taken by {taken.__qualname__}.")
+        if cls.kind:
+            _kinds[cls.kind] = cls
 
     def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
         """Which of the prompt's positions are selected: bool `[positions]`. `length`: of the prompt, in tokens."""
@@ -87,9 +88,9 @@ def _installed() -> None:
 def made(place: str, kind: Any, options: dict[str, Any]) -> Selector:
     """The selector of this kind. Raises PlanError if there is none, or if it refuses the options."""
     _installed()
-    if not kind or kind not in _kinds:
+    if not isinstance(kind, str) or kind not in _kinds:
         own = f"a selector of your own needs an entry point in the group {GROUP!r}, installed where the engine runs"
-        allowed = f"the kind of a selector: {fields.nearest(str(kind), filter(None, _kinds))} And {own}"
+        allowed = f"the kind of a selector: {fields.nearest(str(kind), _kinds)} And {own}"
         raise fields.refuse(place, fields.shown(kind), allowed)
     try:
         return _kinds[kind](**{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})

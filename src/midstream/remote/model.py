@@ -25,6 +25,7 @@ from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanE
 from midstream.lowering.kept import Ending
 from midstream.lowering.tiers import Lowering, lower_trace
 from midstream.plan.fields import nearest
+from midstream.plan.selections import Selector
 from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
@@ -677,6 +678,8 @@ def _params(params: dict[str, Any]) -> dict[str, Any]:
 def _positions(positions: Any) -> Any:
     if isinstance(positions, Span):
         return {"span": positions.text, "occurrence": positions.occurrence}
+    if isinstance(positions, Selector):
+        return {"selector": positions.kind, "options": positions.options}
     if isinstance(positions, str):
         return positions
     return [positions] if isinstance(positions, int) else list(positions)

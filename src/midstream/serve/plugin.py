@@ -38,6 +38,7 @@ from midstream.serve.requests import (
     Gate,
     Listed,
     Refused,
+    SelectorOfRows,
     Server,
     SpanOfText,
     answering_errors,
@@ -79,7 +80,7 @@ class RunToRecord(BaseModel):
     prompt: str | Listed[int]
     sites: Listed[str]
     layers: Listed[int] | Literal["all"] = "all"
-    positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
+    positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText | SelectorOfRows = "all_prompt"
     replace: bool = False
     name: str | None = None
 
@@ -278,8 +279,8 @@ async def record_run(request: Request) -> Any:
     check_share("runs", len(mine | {name}), len(there | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
-        given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
         with _naming_the_field():
+            given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
             # A long text takes seconds to tokenize.
             recording: Any = await on_a_thread(len(data), model.recording_for, *given)
             await recording
