@@ -73,14 +73,14 @@ def test_selectors_side_by_side_and_together(model: Any, plain: Plain) -> None:
 
 @pytest.mark.engine
 def test_cached_prompts_are_computed_from_the_first_selected_row_on(engine: Any, plain: Plain) -> None:
-    prompt = list(range(10, 90))
+    prompt = list(range(10, 210))
     sites = plain.run(prompt + plain.generate(prompt, 5)[:-1]).sites
     cached = {}
     for selector, rows in (
-        (Every(3), [80, 83]),
-        (LastTwo(), [78, 79]),
-        (Around((1,)), sorted({*range(1, 80, 3), 78})),
-        (Every(1), [80, 81, 82, 83]),
+        (Every(3), [200, 203]),
+        (LastTwo(), [198, 199]),
+        (Around((1,)), sorted({*range(1, 200, 3), 198})),
+        (Every(1), [200, 201, 202, 203]),
     ):
         plan = [Capture("mlp_out", layers=6, positions=selector)]
         (output,) = engine.generate([prompt], plan=plan, max_tokens=5, **GREEDY)
