@@ -114,17 +114,16 @@ def test_g9_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) ->
 
 
 def test_k6_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> None:
-    """The server has their package, too; also what a run keeps, and two samples."""
+    """The server has their package, too; also what a run keeps."""
     plan = [
         Capture("resid_post", layers=3, positions=Around((0,), (1,))),
         Capture("mlp_out", layers=3, positions=Every(3)),
     ]
-    (output,) = model.generate(FRANCE, plan=plan, max_tokens=8, n=2, temperature=0.0, ignore_eos=True)
+    (output,) = model.generate(FRANCE, plan=plan, max_tokens=8, temperature=0.0, ignore_eos=True)
     sites = plain.run(plain.ids(FRANCE) + plain.generate(FRANCE, 8)[:-1]).sites
-    for captures in output.captures:
-        for key, rows in {("resid_post", 3): [0, 3, 4, 6], ("mlp_out", 3): [5, 8, 11]}.items():
-            assert captures.positions[key] == rows
-            close(captures[key], sites[key][rows])
+    for key, rows in {("resid_post", 3): [0, 3, 4, 6], ("mlp_out", 3): [5, 8, 11]}.items():
+        assert output.captures.positions[key] == rows
+        close(output.captures[key], sites[key][rows])
     assert model.record(FRANCE, "resid_post", layers=3, positions=LastTwo(), name="two").positions == (3, 4)
     model.runs.delete("two")
 

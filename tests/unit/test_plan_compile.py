@@ -104,12 +104,12 @@ def test_each_position_gets_what_the_plan_says(plan):
     for position in (len(found.prompt), end, LENGTH + 9):
         assert done(found, found.generated) == wanted(plan, position)
     listed = range(len(found.prompt))
-    assert found.reach.prompt.tolist() == [bool(wanted(plan, position)) for position in listed]
-    assert found.reach.generated == bool(wanted(plan, LENGTH + 9))
-    assert found.reach.generated_points == wanted(plan, LENGTH + 9).keys()
+    assert found.acts.tolist() == [bool(wanted(plan, position)) for position in listed]
+    assert bool(found.reach[1].points) == bool(wanted(plan, LENGTH + 9))
+    assert found.reach[1].points == wanted(plan, LENGTH + 9).keys()
     points = {point for position in listed for point in wanted(plan, position)}
-    assert points <= found.reach.prompt_points <= points | found.reach.generated_points
-    assert found.reach.prompt_points == points or len(found.prompt) > LENGTH
+    assert points <= found.reach[0].points <= points | found.reach[1].points
+    assert found.reach[0].points == points or len(found.prompt) > LENGTH
 
 
 @given(plans(LAYERS, LENGTH, named=True))

@@ -52,7 +52,7 @@ def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor
                     ops[i] = op._replace(offset=at)
                     at += width
         profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, Planes(planes)))
-    return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0)
+    return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0, np.zeros(0, bool))
 
 
 def op(kind: str, vector: int = -1, mask: int = -1, a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Op:

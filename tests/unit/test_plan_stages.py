@@ -176,11 +176,10 @@ def test_e12_where_a_plan_acts_is_the_same_on_all_stages() -> None:
         Steer("resid_post", layers=[2, 4], vector=[1.0] * WIDTH, phase="decode"),
     ])  # fmt: skip
     stages = [Stage(rank, size) for size in (1, 2, 3) for rank in range(size)]
-    reaches = [stage.compiled(plan, stage.sources("a", plan)).reach for stage in stages]
-    for reach in reaches:
-        assert reach.prompt.tolist() == [False, True, False, True, False] and reach.generated
-        assert reach.prompt_points == {("mlp_out", 5), ("resid_post", 0)}
-        assert reach.generated_points == {("resid_post", 2), ("resid_post", 4)}
+    for compiled in [stage.compiled(plan, stage.sources("a", plan)) for stage in stages]:
+        assert compiled.acts.tolist() == [False, True, False, True, False]
+        assert compiled.reach[0].points == {("mlp_out", 5), ("resid_post", 0)}
+        assert compiled.reach[1].points == {("resid_post", 2), ("resid_post", 4)}
 
 
 @pytest.mark.parametrize("layer", [0, 5])

@@ -673,7 +673,7 @@ def test_reach_says_where_programs_run() -> None:
     later = Apply("resid_post", layers=1, program=SCALED, phase="decode")
     plan = Plan.of([later, Apply("mlp_out", layers=0, program=SCALED, positions=1), Steer("attn_out", vector=V)])
     reach = compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V).reach
-    assert reach.prompt_programs == {("mlp_out", 0)} and reach.generated_programs == {("resid_post", 1)}
+    assert [each.programs for each in reach] == [{("mlp_out", 0)}, {("resid_post", 1)}]
 
 
 TOP = program(

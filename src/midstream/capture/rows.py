@@ -76,6 +76,17 @@ class Rows(NamedTuple):
         return cls(positions, each[0].planes, concatenate([rows.values for rows in each]))
 
 
+def in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tensor:
+    """Values of several `Rows`, `[rows, width]` each, whose own positions ascend, joined in the order of the positions."""
+    if len(values) == 1:
+        return values[0]
+    joined = torch.cat(list(values))
+    positions = np.concatenate([rows.positions for rows in each])
+    if (np.diff(positions) > 0).all():
+        return joined
+    return joined[torch.from_numpy(np.argsort(positions)).to(joined.device)]
+
+
 def no_rows(keys: Iterable[Key], width: Callable[[Key], int], dtype: torch.dtype) -> Rows:
     """Tells only what is captured, so that a plane without rows is a tensor `[0, width]`."""
     planes = Planes.of(keys, width)

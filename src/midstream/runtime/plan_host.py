@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.capture.rows import Rows
+from midstream.capture.rows import Rows, in_order
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
@@ -169,19 +169,12 @@ class PlanHost:
                 continue
             loaded, start = request.loaded, computed[name]
             stop = start + count
-            in_prompt, in_generated = False, loaded.reach.generated  # the usual case: a generated token
-            if start < request.end:
-                in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
-            self.step_is_planned = self.step_is_planned or in_prompt or in_generated
-            if in_prompt:
-                off_graph |= loaded.off_graph[0]
-                acting |= loaded.acting[0]
-                programs |= loaded.programs[0]
-            if in_generated:
-                off_graph |= loaded.off_graph[1]
-                acting |= loaded.acting[1]
-                programs |= loaded.programs[1]
+            for part in loaded.acting_in(start, stop, request.length):
+                self.step_is_planned = True
+                off_graph |= part.off_graph
+                acting |= part.sites
+                programs |= part.programs
         self.acting = frozenset(acting).union(map(self.tables.programs.recordable, programs))
         for site in off_graph:
             self.hooks.warn_once(site)
@@ -203,7 +196,8 @@ class PlanHost:
             batch.rows = RowProfiles(self._lay_out(view, all_generated=True), again=True)
         rows = batch.rows if batch is not None else RowProfiles(self._lay_out(view))
         assert rows is not None
-        self.tables.begin_step(rows, self._places(view, batch is not None) if self._capturing else None)
+        places = self._places(view, rows.profile_T, batch is not None) if self._capturing else None
+        self.tables.begin_step(rows, places)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
     def _lay_out(self, view: StepView, all_generated: bool = False) -> np.ndarray:
@@ -219,10 +213,10 @@ class PlanHost:
                 profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
         return profile
 
-    def _places(self, view: StepView, all_generated: bool) -> np.ndarray | None:
+    def _places(self, view: StepView, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
         """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
 
-        `all_generated`: as of `_lay_out`.
+        `profile_T` and `all_generated`: of `_lay_out`.
         """
         places = np.zeros(view.total, np.int64)
         self._has_due = not all_generated
@@ -230,8 +224,9 @@ class PlanHost:
             each = zip(map(self._requests.get, view.request_ids), view.computed.tolist(), strict=True)
             places[: len(view.request_ids)] = [self._next_place(request, at) if request else 0 for request, at in each]
             return places if places.any() else None
-        # profile -> (request, first row, rows, position)
-        wanted: dict[int, list[tuple[PlannedRequest, int, int, int]]] = {}
+        found: dict[
+            int, list[tuple[PlannedRequest, np.ndarray, int]]
+        ] = {}  # profile -> (request, rows, position of row 0)
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None or request.has_all:
@@ -240,20 +235,20 @@ class PlanHost:
             if stop == start + 1 and start >= request.end:
                 places[scheduled.start] = self._next_place(request, start)
                 continue
-            fresh = max(start, request.captured)
+            fresh = scheduled.start + max(request.captured - start, 0)
             request.captured = max(stop, request.captured)
-            for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
-                wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
-        for number, parts in wanted.items():
-            planes = self.tables.profiles[number].planes
-            requests, starts, counts, positions = zip(*parts, strict=True)
-            ends = np.cumsum(counts)
-            firsts = ends - counts  # each part's first row in the block
-            rows = np.repeat(starts - firsts, counts) + np.arange(ends[-1])
-            block = self._block(number, len(rows))
-            places[rows] = block.data_ptr() + np.arange(len(rows)) * (block.shape[1] * block.element_size())
-            for request, count, position, first in zip(requests, counts, positions, firsts.tolist(), strict=True):
-                request.add(Rows(np.arange(position, position + count), planes, block, first))
+            numbers = profile_T[fresh : scheduled.stop]
+            for number in request.loaded.capturing.intersection(np.unique(numbers).tolist()):
+                rows = fresh + np.flatnonzero(numbers == number)
+                found.setdefault(number, []).append((request, rows, start - scheduled.start))
+        for number, parts in found.items():
+            planes, first = self.tables.profiles[number].planes, 0
+            all_rows = np.concatenate([rows for _, rows, _ in parts])
+            block = self._block(number, len(all_rows))
+            places[all_rows] = block.data_ptr() + np.arange(len(all_rows)) * (block.shape[1] * block.element_size())
+            for request, rows, before in parts:
+                request.add(Rows(rows + before, planes, block, first))
+                first += len(rows)
         return places if places.any() else None
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:
@@ -428,7 +423,7 @@ class PlanHost:
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
             keys = captured[0].planes.by_key if captured else ()  # all rows of a recorded run have the same planes
-            planes = {key[:2]: torch.cat([rows.plane(key) for rows in captured]) for key in keys}
+            planes = {key[:2]: in_order([rows.plane(key) for rows in captured], captured) for key in keys}
             self.runs.add(recorded_run(request.payload.record, plan, length, layers, planes, widths, size))
 
     def gauges(self) -> dict[str, int]:

@@ -93,8 +93,8 @@ class PlannedRequest:
     @property
     def has_all(self) -> bool:
         """Whether no further row is to be captured."""
-        last = self.loaded.last(self.length)
-        return last is not None and self.captured >= last
+        loaded = self.loaded
+        return loaded.captures_generated is None and self.captured >= self.end - loaded.uncaptured
 
     def add(self, rows: Rows) -> None:
         self.close_page()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.arch import Architecture
-from midstream.capture.rows import Rows
+from midstream.capture.rows import Rows, in_order
 from midstream.errors import (
     NOT_FINITE,
     MidstreamError,
@@ -506,7 +506,7 @@ class TraceHost:
             if scheduled.computed < request.seen:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
-            taken = sorted(take_rows(name), key=lambda each: int(each.positions[0])) if request.trace.is_behind else []
+            taken = take_rows(name) if request.trace.is_behind else []
             if end <= request.seen or request.is_done:
                 continue
             first = max(request.seen, scheduled.computed)
@@ -690,7 +690,7 @@ def _rows_at(captured: Sequence[CapturedRows], key: tuple[str, int, str]) -> tor
     parts: list[torch.Tensor | int] = []
     for each in captured:
         has_site = any(key in rows.planes.by_key for rows in each.rows)
-        parts += [rows.plane(key) for rows in each.rows] if has_site else [each.number]
+        parts += [in_order([rows.plane(key) for rows in each.rows], each.rows) if has_site else each.number]
     like = next(part for part in parts if isinstance(part, torch.Tensor))
     if len(parts) == 1:
         return like
