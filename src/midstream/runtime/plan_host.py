@@ -20,10 +20,11 @@ from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
-from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
+from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite, Point
+from midstream.trace.rows import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -188,55 +189,55 @@ class PlanHost:
         batch = self._prepared
         return batch is not None and batch.is_laid_out(request_ids, total)
 
-    def begin_step(self, view: StepView) -> None:
+    def begin_step(self, layout: Layout) -> None:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
-        if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
-            batch.laid_out = list(view.request_ids)
-            batch.rows = RowProfiles(self._lay_out(view, all_generated=True), again=True)
-        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(view))
+        if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
+            batch.laid_out = list(layout.request_ids)
+            batch.rows = RowProfiles(self._lay_out(layout, all_generated=True), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout))
         assert rows is not None
-        places = self._places(view, rows.profile_T, batch is not None) if self._capturing else None
+        places = self._places(layout, rows.profile_T, batch is not None) if self._capturing else None
         self.tables.begin_step(rows, places)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
-    def _lay_out(self, view: StepView, all_generated: bool = False) -> np.ndarray:
-        """int32 `[view.total]`, the profile of each row. `all_generated`: whether each request generates one token."""
-        profile = np.zeros(view.total, np.int32)
+    def _lay_out(self, layout: Layout, all_generated: bool = False) -> np.ndarray:
+        """int32 `[layout.total]`, the profile of each row. `all_generated`: whether each request generates one token."""
+        profile = np.zeros(layout.total, np.int32)
         if all_generated:
-            known = map(self._requests.get, view.request_ids)
-            profile[: len(view.request_ids)] = [request.loaded.generated if request else 0 for request in known]
+            known = map(self._requests.get, layout.request_ids)
+            profile[: len(layout.request_ids)] = [request.loaded.generated if request else 0 for request in known]
             return profile
-        for scheduled in view.requests:
-            if (request := self._requests.get(scheduled.request_id)) is not None:
-                start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-                profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
+        for _, name, rows in layout.rows_of(self._requests):
+            request = self._requests[name]
+            profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
         return profile
 
-    def _places(self, view: StepView, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
-        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
+    def _places(self, layout: Layout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
+        """int64 `[layout.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
 
         `profile_T` and `all_generated`: of `_lay_out`.
         """
-        places = np.zeros(view.total, np.int64)
+        places = np.zeros(layout.total, np.int64)
         self._has_due = not all_generated
         if all_generated:
-            each = zip(map(self._requests.get, view.request_ids), view.computed.tolist(), strict=True)
-            places[: len(view.request_ids)] = [self._next_place(request, at) if request else 0 for request, at in each]
+            each = zip(map(self._requests.get, layout.request_ids), layout.computed.tolist(), strict=True)
+            places[: len(layout.request_ids)] = [
+                self._next_place(request, at) if request else 0 for request, at in each
+            ]
             return places if places.any() else None
         found: dict[
             int, list[tuple[PlannedRequest, np.ndarray, int]]
         ] = {}  # profile -> (request, rows, position of row 0)
-        for scheduled in view.requests:
-            request = self._requests.get(scheduled.request_id)
-            if request is None or request.has_all:
+        for _, name, scheduled in layout.rows_of(self._requests):
+            request, start = self._requests[name], scheduled.first_position
+            if request.has_all:
                 continue
-            start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-            if stop == start + 1 and start >= request.end:
+            if scheduled.count == 1 and start >= request.end:
                 places[scheduled.start] = self._next_place(request, start)
                 continue
             fresh = scheduled.start + max(request.captured - start, 0)
-            request.captured = max(stop, request.captured)
+            request.captured = max(scheduled.end, request.captured)
             numbers = profile_T[fresh : scheduled.stop]
             for number in request.loaded.capturing.intersection(np.unique(numbers).tolist()):
                 rows = fresh + np.flatnonzero(numbers == number)

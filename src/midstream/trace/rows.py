@@ -6,10 +6,11 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from midstream.sites import Binding, Key, Ref, follow, point_name, replaced
@@ -22,8 +23,33 @@ Written = Callable[
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Where the rows of a step's requests lie in an engine's flat batch `[T, ...]`: one request's after the other's.
+
+    Attributes:
+        request_ids: the scheduled requests in the batch's order.
+        counts: `[requests]`, their rows in this step.
+        computed: `[requests]`, how many of their tokens had been computed before.
+        total: the rows of the batch, with padding.
+    """
+
+    request_ids: list[str]
+    counts: np.ndarray
+    computed: np.ndarray
+    total: int
+
+    def rows_of(self, known: Container[str]) -> Iterator[tuple[int, str, FlatRows]]:
+        """The place in the batch, the id and the rows of each request in `known`."""
+        stops = np.cumsum(self.counts)
+        each = zip(self.request_ids, stops.tolist(), self.counts.tolist(), self.computed.tolist(), strict=True)
+        for place, (name, stop, count, before) in enumerate(each):
+            if name in known:
+                yield place, name, FlatRows(stop - count, stop, self.total, before)
+
+
+@dataclass(frozen=True)
 class FlatRows:
-    """Rows `[start, stop)` of an engine's flat batch `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
+    """One request's rows `[start, stop)` in a `Layout`, whose batch is `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
 
     `take` returns a copy that is a normal tensor: the engine's later kernels overwrite its buffers, and an inference-mode tensor has no
     version counter that would show an edit.
@@ -39,6 +65,16 @@ class FlatRows:
     def count(self) -> int:
         """Tokens of this request in this step."""
         return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first_position + self.count
+
+    def at(self, first: int, end: int) -> FlatRows:
+        """The rows of the positions from `first` to `end`."""
+        start = self.start - self.first_position
+        return FlatRows(start + first, start + end, self.total, first)
 
     def axis(self, full: torch.Tensor) -> int | None:
         """The token axis of `full`, or None if it has none."""
@@ -129,7 +165,7 @@ class BatchRows:
         return full
 
 
-Rows = FlatRows | BatchRows  # one request's part of a step's batch
+Part = FlatRows | BatchRows  # one request's part of a step's batch
 
 
 def private(part: torch.Tensor) -> torch.Tensor:
@@ -168,12 +204,12 @@ class Event:
             self._shared[binding, span] = SharedSite(self, binding, span, total, body)
         return self._shared[binding, span]
 
-    def take_tokens(self, ref: Ref, rows: Rows, body: str) -> torch.Tensor:
+    def take_tokens(self, ref: Ref, rows: Part, body: str) -> torch.Tensor:
         """These tokens of the full leaf, `[t, ...]`: a view of the engine's tensor, unless that is a part."""
         part = rows.take_tokens(self.leaf(ref))
         return self._join(ref, part, 1, body) if ref in self._shards else part
 
-    def take(self, ref: Ref, rows: Rows, span: Span | None, body: str) -> torch.Tensor:
+    def take(self, ref: Ref, rows: Part, span: Span | None, body: str) -> torch.Tensor:
         """One request's rows of the full leaf, for a trace to hold. Parts are joined for all rows of `span` at once."""
         full = self.leaf(ref)
         if ref not in self._shards or not isinstance(rows, FlatRows):
@@ -209,7 +245,7 @@ class Event:
         """Whether an earlier write has replaced the leaf by a tensor of the event's own."""
         return ref in self._owned
 
-    def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool, in_place: bool = False) -> None:
+    def write(self, ref: Ref, value: torch.Tensor, rows: Part, tokens: bool, in_place: bool = False) -> None:
         """Replace this request's part of the leaf by `value`, which is `[t, ...]` if `tokens`.
 
         The engine's own tensor stays as it is, since other modules may use it, unless `in_place` asks for a write to it.
@@ -226,7 +262,7 @@ class Event:
         self.tree = replaced(self.tree, ref, full)
         self._owned.add(ref)
 
-    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Rows, tokens: bool) -> torch.Tensor:
+    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Part, tokens: bool) -> torch.Tensor:
         """This rank's part of `value`. Joined tensors of these rows are brought up to date."""
         assert isinstance(rows, FlatRows)
         for key in [key for key in self._joined if key[0] == ref]:
