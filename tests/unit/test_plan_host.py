@@ -468,7 +468,7 @@ def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_
         steps.step()
     steps.computed["a"] = 4  # after a preemption
     if not is_found:
-        steps.host._batches.forget()
+        steps.host._batches.clear()
     for _ in range(5):
         steps.step()
     steps.step(finished=["a", "b"])

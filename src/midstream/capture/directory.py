@@ -47,7 +47,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.rows import Arranged, ByPlane, CapturedPositions, arrange, describe
+from midstream.capture.rows import Arranged, ByPlane, arrange, describe
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
@@ -433,9 +433,9 @@ class StoredCapture(ByPlane[torch.Tensor]):
         self.prompt_length: int = line["prompt_length"]
 
     @property
-    def positions(self) -> CapturedPositions:
+    def positions(self) -> ByPlane[list[int]]:
         """The positions of each tensor's rows, under the same keys."""
-        return CapturedPositions(self._what, self._planes, lambda key: self._arrange(key).positions)
+        return ByPlane(self._what, self._planes, lambda key: self._arrange(key).positions.tolist())
 
     def _arrange(self, key: Key) -> Arranged:
         if key not in self._arranged:

@@ -14,6 +14,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -235,11 +236,12 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     Where a site was captured both before and after its edits, `(site, layer)` is before and `(site, layer, "after")` after.
     """
 
-    def __init__(self, what: str, planes: Iterable[Key]) -> None:
-        self._what, self._planes = what, dict.fromkeys(planes)
+    def __init__(self, what: str, planes: Iterable[Key], value: Callable[[Key], V] | None = None) -> None:
+        self._what, self._planes, self._given = what, dict.fromkeys(planes), value
 
     def _value(self, key: Key) -> V:
-        raise NotImplementedError
+        assert self._given is not None  # a subclass has a method instead
+        return self._given(key)
 
     def __getitem__(self, key: Any) -> V:
         return self._value(self._resolve(key))
@@ -276,17 +278,6 @@ class ByPlane(Mapping[Any, V], Generic[V]):
         return f"{key[0]} is there at layers {layers}" if layers else nearest(str(key[0]), sites)
 
 
-class CapturedPositions(ByPlane[list[int]]):
-    """The positions of each tensor's rows."""
-
-    def __init__(self, what: str, planes: Iterable[Key], positions: Callable[[Key], np.ndarray]) -> None:
-        super().__init__(what, planes)
-        self._positions = positions
-
-    def _value(self, key: Key) -> list[int]:
-        return self._positions(key).tolist()
-
-
 class Captured(ByPlane[torch.Tensor]):
     """What a request captured: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype, or in
     that of the `Capture`.
@@ -295,22 +286,19 @@ class Captured(ByPlane[torch.Tensor]):
     all rows of one step: `.clone()` a tensor that you keep longer than the others.
     """
 
-    def __init__(self, request: str, pieces: Sequence[Rows], found: Mapping[Key, Arranged]) -> None:
+    def __init__(
+        self, request: str, pieces: Sequence[Rows] = (), found: Mapping[Key, Arranged] = MappingProxyType({})
+    ) -> None:
         super().__init__(f"capture of request {request!r}", found)
         self._request = request
         self._pieces: Sequence[Rows] = pieces
         self._found = found
         self._tensors: dict[Key, torch.Tensor] = {}
 
-    @classmethod
-    def nothing(cls, request: str) -> Captured:
-        """The captures of a request that captures nothing."""
-        return cls(request, (), {})
-
     @property
-    def positions(self) -> CapturedPositions:
+    def positions(self) -> ByPlane[list[int]]:
         """The positions of each tensor's rows, under the same keys."""
-        return CapturedPositions(self._what, self._planes, lambda key: self._found[key].positions)
+        return ByPlane(self._what, self._planes, lambda key: self._found[key].positions.tolist())
 
     def rows(self) -> Iterator[Rows]:
         """The rows of each plane."""
@@ -339,8 +327,7 @@ class Captured(ByPlane[torch.Tensor]):
         cls, request: str, tensors: Mapping[Key, torch.Tensor], positions: Mapping[Key, Sequence[int] | np.ndarray]
     ) -> Captured:
         """Captures whose planes have been joined, as another process has them."""
-        found = {key: Arranged([], np.asarray(rows, np.int64)) for key, rows in positions.items()}
-        captured = cls(request, (), found)
+        captured = cls(request, (), {key: Arranged([], np.asarray(rows, np.int64)) for key, rows in positions.items()})
         captured._tensors = dict(tensors)
         return captured
 

@@ -20,7 +20,7 @@ from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
-from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd
+from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite, Point
@@ -70,7 +70,8 @@ class PlanHost:
         self._speculative = speculative
         self._requests: dict[str, PlannedRequest] = {}
         self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
-        self._batches = RepeatedBatches()
+        # By the first request, those that may repeat: a pipeline runs several at a time, one for each stage, in turns.
+        self._batches: dict[str, RepeatedBatch] = {}
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
@@ -106,8 +107,9 @@ class PlanHost:
 
     def repeat(self, scheduler_output: Any) -> bool:
         """If the coming step repeats an earlier one, a token further, decide as then. Returns whether it does."""
-        batch = self._batches.find(scheduler_output)
-        if batch is None:
+        cached = scheduler_output.scheduled_cached_reqs
+        batch = self._batches.get(cached.req_ids[0]) if cached.req_ids else None
+        if batch is None or not batch.repeats(scheduler_output):
             return False
         self._batch, self.step_is_planned, self.acting = batch, batch.active, batch.acting
         if batch.active:
@@ -128,10 +130,11 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            state = self.acting, self.step_is_planned, self.hooks.on
-            self._batch = self._batches.remember(cached.req_ids, *state)
+            ids = list(cached.req_ids)
+            self._batch = RepeatedBatch(ids, self.acting, self.step_is_planned, self.hooks.on)
+            self._batches[ids[0]] = self._batch
         else:  # prompts begin, or are computed again: every step is decided until they are done
-            self._batches.forget()
+            self._batches.clear()
 
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
@@ -194,20 +197,16 @@ class PlanHost:
         batch = self._batch
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
             batch.laid_out = list(layout.request_ids)
-            batch.rows = RowProfiles(self._lay_out(layout, all_generated=True), again=True)
+            batch.rows = RowProfiles(self._lay_out(layout), again=True)
         rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout))
         assert rows is not None
         places = self._places(layout, rows.profile_T, batch is not None) if self._capturing else None
         self.tables.begin_step(rows, places)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
-    def _lay_out(self, layout: Layout, all_generated: bool = False) -> np.ndarray:
-        """int32 `[layout.total]`, the profile of each row. `all_generated`: whether each request generates one token."""
+    def _lay_out(self, layout: Layout) -> np.ndarray:
+        """int32 `[layout.total]`, the profile of each row."""
         profile = np.zeros(layout.total, np.int32)
-        if all_generated:
-            known = map(self._requests.get, layout.request_ids)
-            profile[: len(layout.request_ids)] = [request.loaded.generated if request else 0 for request in known]
-            return profile
         for _, name, rows in layout.rows_of(self._requests):
             request = self._requests[name]
             profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
@@ -216,7 +215,9 @@ class PlanHost:
     def _places(self, layout: Layout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
         """int64 `[layout.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
 
-        `profile_T` and `all_generated`: of `_lay_out`.
+        Args:
+            profile_T: the profile of each row.
+            all_generated: whether each request generates one token.
         """
         places = np.zeros(layout.total, np.int64)
         self._has_due = not all_generated

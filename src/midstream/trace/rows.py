@@ -82,29 +82,20 @@ class FlatRows:
             return 0
         return 1 if full.ndim >= 2 and full.shape[0] == 1 and full.shape[1] == self.total else None
 
-    def slice(self, full: torch.Tensor) -> torch.Tensor | None:
-        """This request's part of `full` as a view, or None if `full` has no token axis."""
+    def view(self, full: torch.Tensor, tokens: bool) -> torch.Tensor:
+        """This request's part of `full`: `[t, ...]` if `tokens`, else in the layout of `full`, and all of it if it has no token axis."""
+        if tokens:
+            return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
         axis = self.axis(full)
-        return None if axis is None else full.narrow(axis, self.start, self.count)
+        return full if axis is None else full.narrow(axis, self.start, self.count)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """This request's part of a tensor that a module takes or returns, in that tensor's layout."""
-        part = self.slice(full)
-        return private(full if part is None else part)
+        return private(self.view(full, False))
 
-    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`full` with this request's part replaced."""
-        part = self.slice(full)
-        (full if part is None else part).copy_(value)
-        return full
-
-    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        """This request's tokens as a view, `[t, ...]`."""
-        return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
-
-    def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`full` with this request's tokens replaced by `value`, `[t, ...]`."""
-        (full[0] if full.ndim == 3 else full)[self.start : self.stop].copy_(value)
+    def put(self, full: torch.Tensor, value: torch.Tensor, tokens: bool) -> torch.Tensor:
+        """`full` with this request's part replaced by `value`, which is as `view` gives it."""
+        self.view(full, tokens).copy_(value)
         return full
 
 
@@ -123,45 +114,28 @@ class BatchRows:
     aliases = True
 
     @property
-    def _chosen(self) -> int | slice:
-        return self.index if self.size is None else slice(self.index, self.index + self.size)
-
-    @property
-    def _is_all(self) -> bool:
-        return self.batch == (self.size or 1) and not self.pad
-
-    @property
     def count(self) -> int:
         return self.length - self.pad
 
-    def take(self, full: torch.Tensor) -> torch.Tensor:
+    def view(self, full: torch.Tensor, tokens: bool) -> torch.Tensor:
+        size = self.size or 1
+        if tokens:  # some modules flatten their tokens
+            grid = full if full.ndim >= 3 else full.unflatten(0, (self.batch, self.length))
+            return grid[self.index if self.size is None else slice(self.index, self.index + size), self.pad :]
         if full.ndim == 0 or full.shape[0] != self.batch:
             return full
-        size = self.size or 1
         part = full[self.index : self.index + size] if self.batch > size else full
-        if self.pad and part.ndim >= 2 and part.shape[1] == self.length:
-            part = part[:, self.pad :]
-        return part
+        return part[:, self.pad :] if self.pad and part.ndim >= 2 and part.shape[1] == self.length else part
 
-    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self._is_all:
-            return value.to(full.dtype)
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        return self.view(full, False)
+
+    def put(self, full: torch.Tensor, value: torch.Tensor, tokens: bool) -> torch.Tensor:
+        if self.batch == (self.size or 1) and not self.pad:  # it is all
+            value = value.to(full.dtype)
+            return value.reshape(full.shape) if tokens else value
         full = full.clone()
-        self.take(full).copy_(value)
-        return full
-
-    def _grid(self, full: torch.Tensor) -> torch.Tensor:
-        """`full` as `[B, S, ...]`, since some modules flatten their tokens."""
-        return full if full.ndim >= 3 else full.unflatten(0, (self.batch, self.length))
-
-    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        return self._grid(full)[self._chosen, self.pad :]
-
-    def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self._is_all:
-            return value.to(full.dtype).reshape(full.shape)
-        full = full.clone()
-        self._grid(full)[self._chosen, self.pad :] = value.to(full.dtype)
+        self.view(full, tokens).copy_(value)
         return full
 
 
@@ -206,7 +180,7 @@ class Event:
 
     def take_tokens(self, ref: Ref, rows: Part, body: str) -> torch.Tensor:
         """These tokens of the full leaf, `[t, ...]`: a view of the engine's tensor, unless that is a part."""
-        part = rows.take_tokens(self.leaf(ref))
+        part = rows.view(self.leaf(ref), True)
         return self._join(ref, part, 1, body) if ref in self._shards else part
 
     def take(self, ref: Ref, rows: Part, span: Span | None, body: str) -> torch.Tensor:
@@ -254,11 +228,11 @@ class Event:
         if ref in self._shards:
             value = self._cut(ref, full, value, rows, tokens)
         if in_place or self.direct:
-            rows.take_tokens(full).copy_(value)
+            rows.view(full, True).copy_(value)
             return
         if ref not in self._owned and not rows.aliases:
             full = full.clone()
-        full = rows.put_tokens(full, value) if tokens else rows.put(full, value)
+        full = rows.put(full, value, tokens)
         self.tree = replaced(self.tree, ref, full)
         self._owned.add(ref)
 
@@ -269,7 +243,7 @@ class Event:
             first, last = key[1]
             if first <= rows.start and rows.stop <= last:
                 own = FlatRows(rows.start - first, rows.stop - first, last - first)
-                (own.put_tokens if tokens else own.put)(self._joined[key], value)
+                own.put(self._joined[key], value, tokens)
             else:
                 del self._joined[key]
         axis = rows.axis(full)

@@ -277,7 +277,7 @@ class Visit:
 
         def leaf(ref: Ref) -> torch.Tensor | None:
             full = self.event.leaf(ref)
-            return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
+            return full if full is None or full.ndim == 1 else self.rows.view(full, True)
 
         return self._isolate(binding.read(leaf))
 

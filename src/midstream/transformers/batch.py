@@ -283,7 +283,7 @@ class PaddedBatch:
             finish_reason=request.finish_reason or "length",
             stop_reason=request.stop_reason,
             saves={},
-            captures=Captured.nothing(request.name),
+            captures=Captured(request.name),
             answers=request.graded if request.invoke.answers else {},
         )
 
@@ -645,7 +645,7 @@ def _hook(module: nn.Module, kind: str, edited: Callable[[Any], Any]) -> Any:
 def _edit(event: Event, point: Point, binding: Binding, plan: RunningPlan, rows: BatchRows) -> None:
     def leaf(ref: Any) -> Any:
         full = event.leaf(ref)
-        return full if full is None or full.ndim == 1 else rows.take_tokens(full)
+        return full if full is None or full.ndim == 1 else rows.view(full, True)
 
     value = binding.read(leaf)
     old_tH = value.flatten(-2) if binding.heads is not None else value
