@@ -38,7 +38,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import converted, no_rows, routes
+from midstream.capture.rows import converted, routes
 from midstream.errors import CaptureError, MidstreamError, NotCapturedError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
 
@@ -202,7 +202,8 @@ def test_keys_tell_before_from_after_and_name_what_is_there():
 
 def test_a_request_without_rows_has_tensors_without_rows():
     wanted = routes([Capture("resid_post", layers=1, positions="all_generated")], 4, range(4))[0][1]
-    told = Segment("r", *no_rows(wanted, lambda _: 3, torch.bfloat16)[:3])
+    told = segment("r", [], A)
+    told = told._replace(rows=told.rows.bfloat16())
     for captured in (gather([told], 4, wanted), gather([told, segment("r", [4], C)], 4, wanted)):
         assert captured["resid_post", 1].shape == (0, 3) and captured["resid_post", 1].dtype == torch.bfloat16
         assert captured.positions["resid_post", 1] == []

@@ -88,12 +88,6 @@ def in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tens
     return joined[torch.from_numpy(np.argsort(positions)).to(joined.device)]
 
 
-def no_rows(keys: Iterable[Key], width: Callable[[Key], int], dtype: torch.dtype) -> Rows:
-    """Tells only what is captured, so that a plane without rows is a tensor `[0, width]`."""
-    planes = Planes.of(keys, width)
-    return Rows(NO_POSITIONS, planes, torch.empty(0, planes.width, dtype=dtype))
-
-
 def describe(key: Key) -> str:
     """`resid_post[14]`, and `resid_post[14] (after the edits)`."""
     site, layer, when = key

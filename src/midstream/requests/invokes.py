@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from midstream.capture.consumers import Collected
-from midstream.capture.rows import Routes, Rows, identity, no_rows, routes
+from midstream.capture.rows import Routes, Rows, identity, routes
 from midstream.capture.sinks import destination
 from midstream.errors import (
     InterventionErrorGroup,
@@ -25,8 +25,10 @@ from midstream.errors import (
     PromptError,
     RequestErrorGroup,
 )
+from midstream.plan.captures import Planes
 from midstream.plan.compile import plane_width, reads_of
 from midstream.plan.ops.edit import changed
+from midstream.plan.selections import NO_POSITIONS
 from midstream.plan.values import (
     Capture,
     Edit,
@@ -384,7 +386,8 @@ class PreparedPlan:
         has_programs = any(capture.program is not None for capture in self.plan.captures)
         plan = self.plan.normal(self.facts.num_layers, len(self.prompt)) if has_programs else Plan()
         reads = reads_of(plan.captures)
-        return no_rows(keys, lambda key: plane_width(key, lambda *at: self.facts.widths[at], reads), dtype)
+        planes = Planes.of(keys, lambda key: plane_width(key, lambda *at: self.facts.widths[at], reads))
+        return Rows(NO_POSITIONS, planes, torch.empty(0, planes.width, dtype=dtype))
 
     def recorded_run(self, run_id: str, name: str) -> RecordedRun:
         """The handle of the run that this plan's captured rows are kept as."""
