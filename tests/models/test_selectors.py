@@ -151,11 +151,18 @@ def read(kind: Any, **options: Any) -> Callable[[], Any]:
 
 @dataclass
 class Loose(Selector):  # not frozen, so it has no hash
+    kind = "loose"
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Nameless(Selector):
     n: int = 1
 
 
 @dataclass(frozen=True)
 class Holding(Selector):
+    kind = "holding"
     what: Any
 
 
@@ -163,6 +170,7 @@ class Holding(Selector):
 class Broken(Selector):
     """Selects rows of the prompt and of generated tokens by what it is given, which may be wrong."""
 
+    kind = "broken"
     where: str
     what: str
 
@@ -187,10 +195,11 @@ class Broken(Selector):
         (read("every", m=1), r"positions: every with \{'m': 1\}: .*unexpected keyword"),
         (read("every", n="x"), None),
         (lambda: Capture("mlp_out", positions=Loose()), "allowed: a frozen dataclass of plain data"),
+        (lambda: Capture("mlp_out", positions=Nameless()), r"is Nameless\(n=1\); allowed: .* with a kind"),
         (lambda: Capture("mlp_out", positions=Holding(torch.ones(1))), "Holding"),
         (lambda: Capture("mlp_out", positions=Holding([1])), "allowed: a frozen dataclass of plain data"),
     ],
-    ids=["kind", "list", "empty", "option", "late", "loose", "tensor", "unhashable"],
+    ids=["kind", "list", "empty", "option", "late", "loose", "nameless", "tensor", "unhashable"],
 )
 def test_what_is_no_selector_is_refused(make: Callable[[], Any], message: str | None, hf: Any) -> None:
     if message is None:  # its class does not check, so asking it fails

@@ -40,8 +40,8 @@ class Selector:
     A selector chooses by position alone, and always alike: the engine asks it for each step, and the client for the whole request.
 
     Attributes:
-        kind: its name on the wire.
-        selects_generated: whether it may select rows of generated tokens: its class defines `of_generated`.
+        kind: its name on the wire, of this class alone.
+        selects_generated: whether it may select rows of generated tokens, which it does if its class defines `of_generated`.
     """
 
     kind: ClassVar[str] = ""
@@ -69,12 +69,13 @@ class Selector:
 
     def checked(self) -> Self:
         """Itself. Raises PlanError unless it is as this class says."""
+        allowed = "a frozen dataclass of plain data, with a kind"
         try:
             hash(self), self.options
         except TypeError as error:
-            raise fields.refuse(
-                "Capture.positions", f"{self!r} ({error})", "a frozen dataclass of plain data"
-            ) from error
+            raise fields.refuse("Capture.positions", f"{self!r} ({error})", allowed) from error
+        if not self.kind:
+            raise fields.refuse("Capture.positions", repr(self), allowed)
         return self
 
 
