@@ -73,9 +73,8 @@ class LoadedPlan:
     named: int
     users: int = 0
     key: Any = None
-    _selected: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, bool)
-    )  # what `selects` returns for the first numbers
+    # What `selects` returns for the first numbers.
+    _selected: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
@@ -94,12 +93,12 @@ class LoadedPlan:
         before = length - len(self.prompt)
         first, end = max(start - before, 0), max(min(stop, length) - before, 1)
         in_prompt = start < length and bool(self.acts[first:end].any())
-        in_generated = stop > length and self.acts_at_generated
-        return [part for part, is_there in zip(self.acting, (in_prompt, in_generated), strict=True) if is_there]
+        return [*self.acting[:1] * in_prompt, *(self.acting_later if stop > length else ())]
 
     @cached_property
-    def acts_at_generated(self) -> bool:
-        return any(self.acting[1])
+    def acting_later(self) -> tuple[Acting, ...]:
+        """What acts at generated positions that have no profiles among `prompt`."""
+        return self.acting[1:] * any(self.acting[1])
 
     def selects(self, number: int) -> bool:
         """Whether one of `selectors` selects the generated token of this number. A selector that fails does: then the client raises."""
@@ -118,9 +117,9 @@ class LoadedPlan:
 
     @cached_property
     def uncaptured(self) -> int:
-        """How many of the positions of `prompt` come after the last captured one."""
+        """How many of the positions of `prompt` come after the last captured one; more than there are if none is captured."""
         captured = np.flatnonzero(np.isin(self.prompt, list(self.capturing)))
-        return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else len(self.prompt)
+        return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else 1 << 62
 
     @cached_property
     def profile_count(self) -> int:

@@ -174,7 +174,9 @@ class PlanHost:
             loaded, start = request.loaded, computed[name]
             stop = start + count
             request.computed = max(request.computed, stop)
-            for part in loaded.acting_in(start, stop, request.length):
+            # Usually it generates a token.
+            later = start >= request.end
+            for part in loaded.acting_later if later else loaded.acting_in(start, stop, request.length):
                 self.step_is_planned = True
                 off_graph |= part.off_graph
                 acting |= part.sites
@@ -227,9 +229,8 @@ class PlanHost:
                 self._next_place(request, at) if request else 0 for request, at in each
             ]
             return places if places.any() else None
-        found: dict[
-            int, list[tuple[PlannedRequest, np.ndarray, int]]
-        ] = {}  # profile -> (request, rows, position of row 0)
+        # profile -> (request, rows, position of row 0)
+        found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
         for _, name, scheduled in layout.rows_of(self._requests):
             request, start = self._requests[name], scheduled.first_position
             if request.has_all:

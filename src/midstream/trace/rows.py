@@ -47,7 +47,7 @@ class Layout:
                 yield place, name, FlatRows(stop - count, stop, self.total, before)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class FlatRows:
     """One request's rows `[start, stop)` in a `Layout`, whose batch is `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
 
