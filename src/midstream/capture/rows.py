@@ -150,7 +150,7 @@ def rows_where(keep: np.ndarray) -> slice | np.ndarray:
 
 
 class Arranged(NamedTuple):
-    """Where the rows of a plane lie among pieces, in the order of their positions.
+    """Where the rows of a plane lie among pieces, in the order of their positions. A plane is joined only when somebody asks for it.
 
     Attributes:
         parts: the number of a piece, and the index of rows of it.
