@@ -143,6 +143,12 @@ def selector_of(positions: Any) -> Selector:
     return WORDS[positions] if isinstance(positions, str) else _Listed(positions)
 
 
+def selected_of_prompt(positions: Any, length: int) -> np.ndarray:
+    """bool `[length]`, which positions of a prompt a `Capture` with these positions selects. Raises PlanError, as `Selection.of`."""
+    selector = selector_of(positions)
+    return _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
+
+
 class Selection(NamedTuple):
     """Which rows of one request are captured.
 
@@ -166,10 +172,10 @@ class Selection(NamedTuple):
         does not return a bool for each position.
         """
         selector = selector_of(positions)
-        chosen = _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
         if selector.selects_generated:
             _chosen(PlanError, selector, selector.of_generated, np.arange(1))
-        return cls(np.flatnonzero(chosen), length, (selector,) if selector.selects_generated else (), dtype)
+        generated = (selector,) if selector.selects_generated else ()
+        return cls(np.flatnonzero(selected_of_prompt(positions, length)), length, generated, dtype)
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
         """Which of the positions are selected. Raises CaptureError for a selector that does not say so."""

@@ -5,6 +5,7 @@ A plan stays loaded for a while after its last request, so that the next request
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 
 from midstream.errors import CaptureError
 from midstream.plan.compile import CompiledPlan, Profile, Reach
-from midstream.plan.selections import NO_POSITIONS, Selection, Selector
+from midstream.plan.selections import NO_POSITIONS, Selection, Selector, selected_of_prompt
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
@@ -233,12 +234,14 @@ def _shape(plan: Plan, length: int) -> Any:
     """
     if any(isinstance(item.place, tuple) and not item.is_of_generated for item in plan.interventions):
         return length
-    masks = []
-    for positions in dict.fromkeys(capture.positions for capture in plan.captures):
-        mask = np.zeros(length, bool)
-        mask[Selection.of(positions, length).prompt] = True
-        masks.append(mask[_first(mask) :].tobytes())
-    return tuple(masks)
+    return tuple(_end_of(each, length) for each in dict.fromkeys(capture.positions for capture in plan.captures))
+
+
+@functools.lru_cache(256)
+def _end_of(positions: Any, length: int) -> bytes:
+    """Which positions a capture selects of a prompt, without those before the last one of the first that it treats alike."""
+    mask = selected_of_prompt(positions, length)
+    return mask[_first(mask) :].tobytes()
 
 
 def _choosing(plan: Plan) -> tuple[Selector, ...]:

@@ -209,9 +209,9 @@ class PlanHost:
     def _lay_out(self, layout: Layout) -> np.ndarray:
         """int32 `[layout.total]`, the profile of each row."""
         profile = np.zeros(layout.total, np.int32)
-        for _, name, rows in layout.rows_of(self._requests):
-            request = self._requests[name]
-            profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
+        for name, rows in layout.each:
+            if (request := self._requests.get(name)) is not None:
+                profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
         return profile
 
     def _places(self, layout: Layout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
@@ -231,11 +231,11 @@ class PlanHost:
             return places if places.any() else None
         # profile -> (request, rows, position of row 0)
         found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
-        for _, name, scheduled in layout.rows_of(self._requests):
-            request, start = self._requests[name], scheduled.first_position
-            if request.has_all:
+        for name, scheduled in layout.each:
+            request, start = self._requests.get(name), scheduled.first_position
+            if request is None or request.has_all:
                 continue
-            if scheduled.count == 1 and start >= request.end:
+            if scheduled.stop == scheduled.start + 1 and start >= request.end:
                 places[scheduled.start] = self._next_place(request, start)
                 continue
             fresh = scheduled.start + max(request.captured - start, 0)
@@ -256,21 +256,25 @@ class PlanHost:
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:
         """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
-        number = request.loaded.captures_generated
+        loaded = request.loaded
+        number = loaded.captures_generated
         if number is None or request.captured > position:
             return 0
         request.captured = position + 1
-        if request.loaded.selectors and not request.loaded.selects(position - request.length):
+        if loaded.selectors and not loaded.selects(position - request.length):
             return 0
         page = request.page
-        if page is None or page.is_full:
+        if page is None or not page.left:
             request.close_page()
             profile = self.tables.profiles[number]
             rows = Page.rows(profile.row_width * self._dtype.itemsize)
             page = request.page = Page(self._block(number, rows), profile.planes)
         request.size += page.row_bytes
         self._has_due = self._has_due or request.size >= DUE_BYTES
-        return page.add(position)
+        page.positions.append(position)
+        address = page.address
+        page.address, page.left = address + page.row_bytes, page.left - 1
+        return address
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""

@@ -23,15 +23,20 @@ class Page:
     Args:
         block: `[rows, width]`, not filled yet.
         planes: of each row.
+
+    Attributes:
+        positions: of the rows that have their places.
+        address: where the next row is written.
+        left: how many rows still fit.
     """
 
-    __slots__ = ("_first", "address", "block", "planes", "positions", "row_bytes")
+    __slots__ = ("_first", "address", "block", "left", "planes", "positions", "row_bytes")
 
     def __init__(self, block: torch.Tensor, planes: Planes) -> None:
         self.block, self.planes = block, planes
         self.row_bytes = block.shape[1] * block.element_size()
-        self.address = block.data_ptr()
-        self.positions: list[int] = []  # of the rows that have their places
+        self.address, self.left = block.data_ptr(), len(block)
+        self.positions: list[int] = []
         self._first = 0  # index of the first row that has not been taken
 
     @staticmethod
@@ -39,17 +44,6 @@ class Page:
         """How many rows a page has."""
         least, most = _PAGE_ROWS
         return max(min(_PAGE_BYTES // row_bytes, most), least)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.positions) == len(self.block)
-
-    def add(self, position: int) -> int:
-        """The address for the row of this position."""
-        self.positions.append(position)
-        address = self.address
-        self.address += self.row_bytes
-        return address
 
     def take(self) -> list[Rows]:
         """The rows since the last call, in one piece, if there are any."""

@@ -494,8 +494,9 @@ class TraceHost:
         self.interleaver.reachable = (
             None if self.step_is_uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
         )
-        for place, name, scheduled in layout.rows_of(self._requests):
-            request = self._requests[name]
+        for place, (name, scheduled) in enumerate(layout.each):
+            if (request := self._requests.get(name)) is None:
+                continue
             first, end = scheduled.first_position, scheduled.end
             if first < request.seen:
                 again = scheduled.at(first, min(request.seen, end))

@@ -6,8 +6,9 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,12 @@ class Layout:
     computed: np.ndarray
     total: int
 
-    def rows_of(self, known: Container[str]) -> Iterator[tuple[int, str, FlatRows]]:
-        """The place in the batch, the id and the rows of each request in `known`."""
-        stops = np.cumsum(self.counts)
-        each = zip(self.request_ids, stops.tolist(), self.counts.tolist(), self.computed.tolist(), strict=True)
-        for place, (name, stop, count, before) in enumerate(each):
-            if name in known:
-                yield place, name, FlatRows(stop - count, stop, self.total, before)
+    @cached_property
+    def each(self) -> list[tuple[str, FlatRows]]:
+        """The requests and their rows."""
+        counts, total = self.counts.tolist(), self.total
+        rows = zip(self.request_ids, np.cumsum(self.counts).tolist(), counts, self.computed.tolist(), strict=True)
+        return [(name, FlatRows(stop - count, stop, total, before)) for name, stop, count, before in rows]
 
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
