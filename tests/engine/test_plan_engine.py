@@ -13,6 +13,7 @@ import pytest
 import torch
 from here import start_here, tokens, values
 from oracle import Plain, close
+from toy_selector import Around, Every
 
 from midstream import VLLM, Capture, Clamp, Patch, Span, Steer
 from midstream.runtime.plan_host import PlanHost
@@ -241,6 +242,8 @@ def test_e1_patches_on_both_sides_of_the_borders_of_chunks(chunked: VLLM, plain:
         ("all_generated", [150, 151, 152]),
         ("all", list(range(153))),
         ([-1, 63, 64, 0], [0, 63, 64, 149]),
+        (Around((1,), (0, 2)), [*range(1, 148, 3), 148, 149, 150, 152]),
+        (Every(2), [150, 152]),
     ],
 )
 def test_d4_every_selector_over_chunks(chunked: VLLM, plain: Plain, positions: Any, rows: list[int]) -> None:

@@ -138,7 +138,7 @@ def test_rows_for_a_directory_are_not_kept_in_memory(
     held: list[int] = []
     really = RunningPlan.result
     monkeypatch.setattr(
-        RunningPlan, "result", lambda self, *given: held.append(len(self._capture._chunks)) or really(self, *given)
+        RunningPlan, "result", lambda self, *given: held.append(len(self._capture._rows)) or really(self, *given)
     )
     hf.collect(IDS, plan=LAST, to=tmp_path)
     assert held == [0] * len(IDS)

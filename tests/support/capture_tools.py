@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 from midstream.capture import rows as capture_rows
 from midstream.capture import sinks as capture_sinks
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import Captured, RowChunk, routes
-from midstream.plan.captures import Key, Layout, RowSelection
+from midstream.capture.rows import NO_ROUTES, Captured, Rows, routes
+from midstream.plan.captures import Key, Planes
+from midstream.plan.selections import Selection
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
-def layout(*planes: tuple[str, int, str, int]) -> Layout:
+def layout(*planes: tuple[str, int, str, int]) -> Planes:
     """Planes (site, layer, when, width) one after another."""
     widths = {(site, layer): width for site, layer, _, width in planes}
-    return Layout.of((plane[:3] for plane in planes), lambda key: widths[key[:2]])
+    return Planes.of((plane[:3] for plane in planes), lambda key: widths[key[:2]])
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -42,26 +43,29 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 class Segment(NamedTuple):
-    """A `RowChunk`, and the request that it is of."""
+    """A `Rows`, and the request that it is of."""
 
     request: str
     positions: np.ndarray
-    layout: Layout
+    layout: Planes
     rows: torch.Tensor
 
     @property
-    def chunk(self) -> RowChunk:
-        return RowChunk(*self[1:])
+    def chunk(self) -> Rows:
+        return Rows(*self[1:])
 
 
-def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, RowSelection] | None = None) -> Captured:
+def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, Selection] | None = None) -> Captured:
     """The captures of the segments' request; without `selected`, of all positions that are there."""
     if selected is None:
         there: dict[Key, set[int]] = {}
         for each in segments:
             for key in each.layout.by_key:
                 there.setdefault(key, set()).update(each.positions.tolist())
-        selected = {key: RowSelection(np.array(sorted(found), np.int64)) for key, found in there.items()}
+        selected = {
+            key: Selection(np.array(sorted(found), np.int64), max(found, default=-1) + 1)
+            for key, found in there.items()
+        }
     name = segments[0].request if segments else "?"
     return capture_rows.gather(name, [each.chunk for each in segments], stop, selected)
 
@@ -160,7 +164,7 @@ def begin(
 ) -> None:
     told = CaptureInfo(request, tuple(prompt), **info)
     found = routes(captures, told.prompt_length, range(layers))
-    sinks.captures[request] = capture_sinks.RequestCapture(told, found._replace(output={}), sinks)
+    sinks.captures[request] = capture_sinks.RequestCapture(told, (*NO_ROUTES, *found[1:]), sinks)
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -38,7 +38,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import converted, empty_chunk, routes
+from midstream.capture.rows import converted, routes
 from midstream.errors import CaptureError, MidstreamError, NotCapturedError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
 
@@ -97,7 +97,7 @@ def test_taken_tensors_share_no_memory_with_the_rows(planes, pieces):
 def test_a_doubled_row_is_an_error_and_so_is_a_missing_one(data, count):
     """D4: no row lost, none twice, whatever the cut."""
     whole = segment("r", range(count), A, C)
-    wanted = routes([Capture("resid_post", layers=1, positions="all")], 4, range(4)).output
+    wanted = routes([Capture("resid_post", layers=1, positions="all")], 4, range(4))[0][1]
     odd = data.draw(st.integers(0, count - 1))
     again = cut(whole, [[odd]])
     pieces = cut(whole, data.draw(cuts(count)))
@@ -141,7 +141,7 @@ def test_every_selector_takes_its_rows_and_no_others(data, prompt, generated, ch
     captures = [Capture("resid_post", layers=[1], positions=positions) for positions in chosen]
     stop = prompt + generated - 1
     whole = segment("r", range(stop + 2), A, C)
-    captured = gather(cut(whole, data.draw(cuts(stop + 2))), stop, routes(captures, prompt, range(4)).output)
+    captured = gather(cut(whole, data.draw(cuts(stop + 2))), stop, routes(captures, prompt, range(4))[0][1])
     want = sorted(set().union(*(plainly_wanted(capture, prompt, stop) for capture in captures)))
     assert list(captured) == [("resid_post", 1)]
     assert captured.positions["resid_post", 1] == want
@@ -163,8 +163,8 @@ def test_routes_send_each_capture_where_it_is_to_go():
         6,
         range(2),
     )
-    assert set(found.output) == {("resid_post", 0, "before"), ("resid_post", 1, "before")}
-    assert [set(route.selected) for route in found.sinks] == [
+    assert set(found[0][1]) == {("resid_post", 0, "before"), ("resid_post", 1, "before")}
+    assert [set(selected) for _, selected in found[1:]] == [
         {("resid_post", 0, "before"), ("resid_post", 1, "before"), ("mlp_out", 0, "before")},
         {("resid_post", 0, "before"), ("resid_post", 1, "before")},
         {("attn_out", 0, "before"), ("attn_out", 1, "before")},
@@ -172,9 +172,9 @@ def test_routes_send_each_capture_where_it_is_to_go():
     ]
     recorder = Recorder()  # two looks at a method are two objects, and one place
     captures = [Capture("resid_post", layers=[layer], to=recorder.rows) for layer in (0, 1)]
-    assert len(routes(captures, 6, range(2)).sinks) == 1
+    assert len(routes(captures, 6, range(2))) == 2
     captures += [Capture("resid_post", layers=[0], to=Recorder().rows)]
-    assert len(routes(captures, 6, range(2)).sinks) == 2
+    assert len(routes(captures, 6, range(2))) == 3
     with pytest.raises(PlanError, match="Span"):
         routes([Capture("resid_post", positions=Span("Paris"))], 6, range(2))
 
@@ -201,8 +201,9 @@ def test_keys_tell_before_from_after_and_name_what_is_there():
 
 
 def test_a_request_without_rows_has_tensors_without_rows():
-    wanted = routes([Capture("resid_post", layers=1, positions="all_generated")], 4, range(4)).output
-    told = Segment("r", *empty_chunk(wanted, lambda _: 3, torch.bfloat16))
+    wanted = routes([Capture("resid_post", layers=1, positions="all_generated")], 4, range(4))[0][1]
+    told = segment("r", [], A)
+    told = told._replace(rows=told.rows.bfloat16())
     for captured in (gather([told], 4, wanted), gather([told, segment("r", [4], C)], 4, wanted)):
         assert captured["resid_post", 1].shape == (0, 3) and captured["resid_post", 1].dtype == torch.bfloat16
         assert captured.positions["resid_post", 1] == []
@@ -215,9 +216,9 @@ def test_one_piece_is_not_copied_and_more_are_let_go():
     captured = gather([whole], 4)
     assert captured["mlp_out", 2].data_ptr() == whole.rows[:, 3:].data_ptr()
     captured = gather(cut(whole, [[0, 1], [2, 3]]), 4)
-    assert len(captured._chunks) == 2
+    assert len(captured._pieces) == 2
     assert [captured[key].shape for key in captured] == [(4, 3), (4, 5)]
-    assert captured._chunks == ()
+    assert captured._pieces == ()
 
 
 def test_dropped_captures_are_freed_at_once():

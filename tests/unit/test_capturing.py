@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from capture_tools import capture_threads, wait_until
@@ -15,7 +16,7 @@ from capture_tools import capture_threads, wait_until
 from midstream.capture.rows import Captured, routes
 from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, EngineClosedError
-from midstream.plan.captures import Layout
+from midstream.plan.captures import Planes
 from midstream.plan.values import Capture, ModelFacts, Plan
 from midstream.requests.invokes import InvokeResult, PreparedPlan
 from midstream.trace.program import Outcome
@@ -47,7 +48,7 @@ class Channel:
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
         self.layouts = [
-            Layout.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda _: WIDTH)
+            Planes.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda _: WIDTH)
             for s in range(stages)
         ]
 
@@ -57,9 +58,9 @@ class Channel:
         for number, positions in parts.items():
             layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
-            pieces = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
+            each = [(np.array([position]), layout, rows, i) for i, position in enumerate(positions)]
             header = Header(self.receivers[number].key, f"r{number}", final, stage)
-            messages.append((header, {"pieces": pieces, "error": None}))
+            messages.append((header, {"rows": each, "error": None}))
         self.senders[stage].send_together(messages)
 
     def close(self) -> None:

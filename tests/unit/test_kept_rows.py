@@ -395,7 +395,7 @@ def test_l2_a_value_that_counts_steps_is_that_of_the_steps_which_the_request_had
         return count
 
     given = found(body, steps=6)
-    end, nothing = given.ending(given.tier, LENGTH), Captured.nothing("")
+    end, nothing = given.ending(given.tier, LENGTH), Captured("")
     assert given.reads_nothing and [end(nothing, steps).values["return"] for steps in (6, 3, 1)] == [6, 3, 1]
 
 

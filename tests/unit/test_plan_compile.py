@@ -104,12 +104,12 @@ def test_each_position_gets_what_the_plan_says(plan):
     for position in (len(found.prompt), end, LENGTH + 9):
         assert done(found, found.generated) == wanted(plan, position)
     listed = range(len(found.prompt))
-    assert found.reach.prompt.tolist() == [bool(wanted(plan, position)) for position in listed]
-    assert found.reach.generated == bool(wanted(plan, LENGTH + 9))
-    assert found.reach.generated_points == wanted(plan, LENGTH + 9).keys()
+    assert found.acts.tolist() == [bool(wanted(plan, position)) for position in listed]
+    assert bool(found.reach[1].points) == bool(wanted(plan, LENGTH + 9))
+    assert found.reach[1].points == wanted(plan, LENGTH + 9).keys()
     points = {point for position in listed for point in wanted(plan, position)}
-    assert points <= found.reach.prompt_points <= points | found.reach.generated_points
-    assert found.reach.prompt_points == points or len(found.prompt) > LENGTH
+    assert points <= found.reach[0].points <= points | found.reach[1].points
+    assert found.reach[0].points == points or len(found.prompt) > LENGTH
 
 
 @given(plans(LAYERS, LENGTH, named=True))
@@ -136,7 +136,7 @@ def test_captured_rows_are_laid_out_without_gaps(plan):
     for position in range(LENGTH + 1):
         profile = found.profiles[found.prompt[position] if position < len(found.prompt) else found.generated]
         ends = [0]
-        for plane in profile.layout:
+        for plane in profile.planes:
             assert plane.offset == ends[-1] and plane.width == WIDTH
             ends.append(plane.offset + plane.width)
         assert profile.row_width == ends[-1]
@@ -145,14 +145,14 @@ def test_captured_rows_are_laid_out_without_gaps(plan):
             for (site, layer), (*_, whens) in meaning(plan, position, LENGTH, LAYERS).items()
             for when in whens
         }
-        assert {plane[:3] for plane in profile.layout} == here and len(profile.layout) == len(here)
+        assert {plane[:3] for plane in profile.planes} == here and len(profile.planes) == len(here)
         offsets = {}
         for point, ops in profile.ops.items():
             places = [op.offset for op in ops if op.kind == "capture"]
-            planes = sorted((plane.when == "after", plane.offset) for plane in profile.layout if plane[:2] == point)
+            planes = sorted((plane.when == "after", plane.offset) for plane in profile.planes if plane[:2] == point)
             assert places == [offset for _, offset in planes]
             offsets |= dict.fromkeys(places, point)
-        assert len(offsets) == len(profile.layout)
+        assert len(offsets) == len(profile.planes)
 
 
 @given(plans(LAYERS, LENGTH), st.randoms())
@@ -211,10 +211,10 @@ def test_a_site_has_its_own_width():
     found = compiled(plan, width=lambda site, layer: widths[site])
     profile = found.profiles[found.prompt[-1]]
     assert profile.row_width == 6 + 6 + 4
-    assert {(plane.site, plane.layer): plane.width for plane in profile.layout} == {
+    assert {(plane.site, plane.layer): plane.width for plane in profile.planes} == {
         ("mlp_act", 0): 6, ("mlp_act", 1): 6, ("resid_post", 0): 4
     }  # fmt: skip
-    offsets = {(plane.site, plane.layer): plane.offset for plane in profile.layout}
+    offsets = {(plane.site, plane.layer): plane.offset for plane in profile.planes}
     assert sorted(offsets.values()) == sorted({0, 4, 10} if offsets["resid_post", 0] == 0 else {0, 6, 12})
     assert [vector.tolist() for vector in found.bank] == [[0.0] * 6]
 
@@ -252,7 +252,7 @@ def test_a_stage_compiles_its_own_layers():
     ]
     found = compiled(plan, width=width, points=own)
     assert {point for profile in found.profiles for point in profile.ops} <= own
-    assert [plane[:2] for plane in found.profiles[found.prompt[-1]].layout] == [("resid_pre", 2), ("resid_pre", 3)]
+    assert [plane[:2] for plane in found.profiles[found.prompt[-1]].planes] == [("resid_pre", 2), ("resid_pre", 3)]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.plan.captures import Layout, Plane
+from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import Op
-from midstream.runtime.tables import CpuTables, DeviceTables, Rows, Tables
+from midstream.runtime.tables import CpuTables, DeviceTables, RowProfiles, Tables
 
 pytest.importorskip("triton")
 
@@ -51,8 +51,8 @@ def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor
                     planes.append(Plane(site, layer, "before" if i == 0 else "after", at, width))
                     ops[i] = op._replace(offset=at)
                     at += width
-        profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, Layout(planes)))
-    return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0)
+        profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, Planes(planes)))
+    return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0, np.zeros(0, bool))
 
 
 def op(kind: str, vector: int = -1, mask: int = -1, a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Op:
@@ -155,7 +155,7 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
             rows = np.flatnonzero(profile == number)[::2]  # some rows are kept, some are not
             block = blocks[number] = torch.full((len(rows), width), 7.0, dtype=case["dtype"], device=device)
             places[rows] = [row.data_ptr() for row in block]
-    tables.begin_step(Rows(profile), places)
+    tables.begin_step(RowProfiles(profile), places)
     results = {}
     for i, point in enumerate(POINTS):
         hidden = case["x"].to(device, case["dtype"], copy=True)
@@ -222,7 +222,7 @@ def test_kernel_pytorch_and_closed_form_agree(case: dict[str, Any]) -> None:
     assert kept.keys() == plain_kept.keys()
     for number, block in kept.items():
         rows = np.flatnonzero(np.array(case["rows"]) == number)[::2]
-        for plane in plan.profiles[number].layout:
+        for plane in plan.profiles[number].planes:
             part = block[:, plane.offset : plane.offset + plane.width].cpu()
             point = (plane.site, plane.layer)
             if plane.when == "before":
@@ -305,7 +305,7 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
         slots = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
         profile = np.array([each.ids[1] for each in slots], np.int32)
         assert len(set(profile.tolist())) == 500
-        table.begin_step(Rows(profile), None)
+        table.begin_step(RowProfiles(profile), None)
         hidden = torch.zeros(500, 4, device=device_of(table))
         table.edit(1, hidden, None)
         assert torch.equal(hidden.cpu(), torch.stack(bank))
@@ -327,7 +327,7 @@ def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -
         upload = table._upload
         monkeypatch.setattr(table, "_upload", lambda values, to: (uploads.append(values), upload(values, to)))
     profiles = [[first, 0, second], [second, first], [0, first, first, 0, second]]
-    batches = [Rows(np.array(profile, np.int32), again=True) for profile in profiles]
+    batches = [RowProfiles(np.array(profile, np.int32), again=True) for profile in profiles]
     for turn in range(3):
         for rows in batches:
             table.begin_step(rows, None)
@@ -347,7 +347,7 @@ def test_strided_rows() -> None:
     before, plan = wide.clone(), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [torch.ones(32)], 32)
     table = DeviceTables(POINTS, 8, DEVICE)
     slots = table.load(plan)
-    table.begin_step(Rows(slots.ids[np.array([1, 0, 1, 0])]), None)
+    table.begin_step(RowProfiles(slots.ids[np.array([1, 0, 1, 0])]), None)
     table.edit(0, wide[:, 32:64], None)
     before[[0, 2], 32:64] += 1
     assert torch.equal(wide, before)
@@ -361,7 +361,7 @@ def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
     table = DeviceTables(POINTS, rows, DEVICE)
     slots = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
     has_op = np.arange(rows) % 2 == 0
-    table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), None)
+    table.begin_step(RowProfiles(np.where(has_op, slots.ids[1], 0).astype(np.int32)), None)
     first, second = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, hidden, device=DEVICE)
     expected = [first.clone(), second.clone()]
     here = torch.from_numpy(has_op)
@@ -450,7 +450,7 @@ def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
     for round_number, vector in enumerate(vectors):
         slots = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
         has_op = (np.arange(rows) + round_number) % 3 == 0
-        table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), None)
+        table.begin_step(RowProfiles(np.where(has_op, slots.ids[1], 0).astype(np.int32)), None)
         graph.replay()
         here = torch.from_numpy(has_op).to(DEVICE)[:, None]
         added = vector.to(DEVICE)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from midstream import Patch, Plan, RecordedRun
-from midstream.capture.rows import Routes
+from midstream.capture.rows import NO_ROUTES
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import PreparedPlan
 from midstream.requests.vectors_and_runs import Runs
@@ -43,7 +43,7 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
     async def run():
         connection = Connection()
         plan = Plan.of(Patch("resid_post", layer=0, position=0, source=RUN))
-        prepared = PreparedPlan(plan, [1], Routes({}, ()), ModelFacts())
+        prepared = PreparedPlan(plan, [1], NO_ROUTES, ModelFacts())
         requests = [EngineRequest({}, None, None, prepared, None, {})]
         waiting = asyncio.ensure_future(EngineStream(connection, lambda: requests))
         while not connection.leases:

@@ -19,9 +19,9 @@ import torch
 from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
-from midstream.capture.rows import RowChunk
+from midstream.capture.rows import Rows
 from midstream.errors import CaptureError, PlanError
-from midstream.plan.captures import Layout
+from midstream.plan.captures import Planes
 from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.values import Named, RecordedRun
 from midstream.requests.vectors_and_runs import Runs, run_now
@@ -176,11 +176,10 @@ def test_e12_where_a_plan_acts_is_the_same_on_all_stages() -> None:
         Steer("resid_post", layers=[2, 4], vector=[1.0] * WIDTH, phase="decode"),
     ])  # fmt: skip
     stages = [Stage(rank, size) for size in (1, 2, 3) for rank in range(size)]
-    reaches = [stage.compiled(plan, stage.sources("a", plan)).reach for stage in stages]
-    for reach in reaches:
-        assert reach.prompt.tolist() == [False, True, False, True, False] and reach.generated
-        assert reach.prompt_points == {("mlp_out", 5), ("resid_post", 0)}
-        assert reach.generated_points == {("resid_post", 2), ("resid_post", 4)}
+    for compiled in [stage.compiled(plan, stage.sources("a", plan)) for stage in stages]:
+        assert compiled.acts.tolist() == [False, True, False, True, False]
+        assert compiled.reach[0].points == {("mlp_out", 5), ("resid_post", 0)}
+        assert compiled.reach[1].points == {("resid_post", 2), ("resid_post", 4)}
 
 
 @pytest.mark.parametrize("layer", [0, 5])
@@ -315,9 +314,9 @@ def test_d5_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
 
     def feed(sinks: LocalSinks, layers: list[int]) -> None:
         sinks.begin("a", plan, [7, 8, 9])
-        layout = Layout.of((("resid_post", layer, "before") for layer in layers), lambda _: WIDTH)
+        layout = Planes.of((("resid_post", layer, "before") for layer in layers), lambda _: WIDTH)
         rows = torch.stack([torch.cat([value("resid_post", layer, p) for layer in layers]) for p in range(3)])
-        sinks.rows("a", [RowChunk(np.arange(3), layout, rows)])
+        sinks.rows("a", [Rows(np.arange(3), layout, rows)])
         sinks.end("a", 3)
         sinks.close()
 

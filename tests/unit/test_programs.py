@@ -30,8 +30,7 @@ from midstream.plan.running import run_together, unpacked
 from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Rows, Step
 from midstream.plan.values import Apply, Capture, ModelFacts, Plan, Steer, check, check_strangers, counted_from_0
 from midstream.runtime.programs import ProgramAt, programs_at
-from midstream.runtime.tables import CpuTables, DeviceTables
-from midstream.runtime.tables import Rows as BatchRows
+from midstream.runtime.tables import CpuTables, DeviceTables, RowProfiles
 
 V = torch.linspace(-1, 1, W)
 MATRIX = torch.arange(W * W).reshape(W, W) / W - 2
@@ -502,7 +501,7 @@ def test_l7_numbers_beyond_float32_are_no_worse_than_others(kind: Any, number: f
     tables = make_tables(kind, 8)
     programs = [program(("div.Tensor", (INPUT, each))) for each in (number, 3.0)]
     slots = [tables.load(compiled([{POINTS[1]: [Op("apply", program=each)]}], [], W)) for each in programs]
-    tables.begin_step(BatchRows(np.array([0, slots[0].ids[1], slots[1].ids[1]], np.int32)), None)
+    tables.begin_step(RowProfiles(np.array([0, slots[0].ids[1], slots[1].ids[1]], np.int32)), None)
     hidden = torch.ones(3, W, device=DEVICE if kind is DeviceTables else "cpu")
     tables.edit(1, hidden, None)
     wanted = torch.stack([torch.ones(W), torch.ones(W) / number, torch.ones(W) / 3])
@@ -514,7 +513,7 @@ def test_a_program_that_leaves_the_finite_range_is_noted(kind: Any) -> None:
     overflow = program(("div.Tensor", (INPUT, 0.0)))
     tables = make_tables(kind, 8)
     slots = tables.load(compiled([{POINTS[1]: [Op("apply", program=overflow)]}], [], W))
-    tables.begin_step(BatchRows(slots.ids[[0, 1, 0, 1]]), None)
+    tables.begin_step(RowProfiles(slots.ids[[0, 1, 0, 1]]), None)
     hidden = torch.ones(4, W, device=DEVICE if kind is DeviceTables else "cpu")
     tables.edit(1, hidden, None)
     codes, ready = tables.take_overflow(hidden)
@@ -567,7 +566,7 @@ def test_l3_programs_read_earlier_values_of_the_step(kind: Any, second: bool, ho
                 graph[place] = recorded.replay
     for _ in range(8):
         chosen = rng.integers(-1, 3, rows)
-        tables.begin_step(BatchRows(np.array([0 if n < 0 else slots[n].ids[1] for n in chosen], np.int32)), None)
+        tables.begin_step(RowProfiles(np.array([0 if n < 0 else slots[n].ids[1] for n in chosen], np.int32)), None)
         before = [torch.randn(1 + second, rows, W) for _ in range(3)]
         for place in range(3):
             for stream, x in zip(streams[place], before[place], strict=True):
@@ -625,7 +624,7 @@ def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> No
             loaded.append((tables.load(compiled([{where: ops}], [V], W)), each))
         plans = rng.integers(-1, len(loaded), rows) if loaded else np.full(rows, -1)
         profile_T = np.array([0 if n < 0 else loaded[n][0].ids[1] for n in plans], np.int32)
-        tables.begin_step(BatchRows(profile_T), None)
+        tables.begin_step(RowProfiles(profile_T), None)
         at = sorted({a for n in plans if n >= 0 for a in _places(loaded[n][1], where)}, key=lambda a: a.turn)
         key = frozenset(map(tables.programs.recordable, at))
         used += key in graphs
@@ -674,7 +673,7 @@ def test_reach_says_where_programs_run() -> None:
     later = Apply("resid_post", layers=1, program=SCALED, phase="decode")
     plan = Plan.of([later, Apply("mlp_out", layers=0, program=SCALED, positions=1), Steer("attn_out", vector=V)])
     reach = compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V).reach
-    assert reach.prompt_programs == {("mlp_out", 0)} and reach.generated_programs == {("resid_post", 1)}
+    assert [each.programs for each in reach] == [{("mlp_out", 0)}, {("resid_post", 1)}]
 
 
 TOP = program(
@@ -728,7 +727,7 @@ def test_l4_captures_keep_what_programs_compute(kind: Any, recorded: bool, secon
     rows = torch.zeros(7, 16)
     rows = rows.to(DEVICE) if kind is DeviceTables else rows
     places = np.array([rows[i].data_ptr() if i != 5 else 0 for i in range(7)], np.int64)
-    tables.begin_step(BatchRows(profiles[numbers]), places)
+    tables.begin_step(RowProfiles(profiles[numbers]), places)
     device = DEVICE if kind is DeviceTables else torch.device("cpu")
     hidden, residual = x.clone().to(device), y.clone().to(device) if y is not None else None
     if recorded:

@@ -27,9 +27,10 @@ from midstream.engine.scheduler import _Rules
 from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, TraceError
 from midstream.runtime.request import TraceRequest
-from midstream.runtime.step import RequestEnd, StepEnds, StepView
+from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.runtime.trace_host import TracedGroup, TraceHost
 from midstream.settings import NAME
+from midstream.trace.rows import Layout
 
 
 class Model:
@@ -74,7 +75,7 @@ class Host:
     def is_prepared(self, request_ids: list[str], total: int) -> bool:
         return (request_ids, total) == self.known
 
-    def begin_step(self, view: StepView) -> None:
+    def begin_step(self, view: Layout) -> None:
         self.seen.append("step")
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:

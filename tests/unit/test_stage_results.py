@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from midstream.capture.directory import open_captures
-from midstream.capture.rows import RowChunk
+from midstream.capture.rows import Rows
 from midstream.errors import EngineClosedError, InterventionError, StageFailedError
-from midstream.plan.captures import Layout, Plane
+from midstream.plan.captures import Plane, Planes
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
 from midstream.requests.invokes import InvokeResult, raise_failures
@@ -157,10 +157,10 @@ def test_d5_consumers_in_the_engine_know_a_request_by_its_users_id(tmp_path: Any
     """D5: also one that uses an id again; of two at a time the second keeps the engine's."""
     plan = Plan.of([Capture("resid_post", layers=0, positions="all_prompt", to=tmp_path)])
     sinks = LocalSinks("engine", 1, [0])
-    layout = Layout([Plane("resid_post", 0, "before", 0, 2)])
+    layout = Planes([Plane("resid_post", 0, "before", 0, 2)])
 
     def feed(engine_id: str, value: float) -> None:
-        sinks.rows(engine_id, [RowChunk(np.arange(2), layout, torch.full((2, 2), value))])
+        sinks.rows(engine_id, [Rows(np.arange(2), layout, torch.full((2, 2), value))])
 
     for number, engine_id in enumerate(["a-b-00000000", "a-b-11111111", "a-b-22222222"]):
         sinks.begin(engine_id, plan, [7, 8])

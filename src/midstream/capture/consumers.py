@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from midstream.capture.rows import Rows
 from midstream.errors import CaptureError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
@@ -191,8 +192,6 @@ LINGER = (
     0.2  # seconds for which ended requests wait for others, so that a consumer that writes files writes them together
 )
 
-PlaneRows = tuple[Key, list[int], torch.Tensor]  # plane, positions, `[positions, width]`
-
 
 class Delivery:
     """What one consumer gets of one request.
@@ -272,8 +271,9 @@ class ConsumerThread:
                 self._put(delivery, partial(self._begin, delivery))
         return delivery
 
-    def give(self, delivery: Delivery, rows: list[PlaneRows], size: int) -> None:
-        """Queue rows; blocks while the queue is full. Rows of a request that has failed here are dropped."""
+    def give(self, delivery: Delivery, rows: list[Rows]) -> None:
+        """Queue rows of one plane each; blocks while the queue is full. Rows of a request that has failed here are dropped."""
+        size = sum(each.nbytes for each in rows)
         with self._changed:
             if delivery.error is None and not self._queue.has_room(size):
                 self._warn_once()
@@ -438,12 +438,13 @@ class ConsumerThread:
         self._takes_when = takes_when(consumer.rows)
         self._consumer = consumer
 
-    def _rows(self, delivery: Delivery, rows: list[PlaneRows]) -> None:
-        for (site, layer, when), positions, tensor in rows:
+    def _rows(self, delivery: Delivery, rows: list[Rows]) -> None:
+        for each in rows:
+            ((site, layer, when, *_),) = each.planes
             if delivery.error is not None or self._consumer is None:
                 return
             named = {"when": when} if self._takes_when else {}
-            arguments = (delivery.info.request_id, site, layer, positions, tensor)
+            arguments = (delivery.info.request_id, site, layer, each.positions.tolist(), each.values)
             self._try(delivery, f"rows() at {site}[{layer}]", self._hand_over, *arguments, **named)
 
     def _hand_over(

@@ -47,7 +47,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.rows import Arranged, ByPlane, CapturedPositions, arrange, describe
+from midstream.capture.rows import Arranged, ByPlane, arrange, describe
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
@@ -267,8 +267,8 @@ def _append(index: int, lines: bytes) -> None:
 def _place(entry: _BufferedRequest, key: Key, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
     """Add one plane's rows to the tensors of a shard, in the order of their positions. Returns the plane's entry in the index."""
     pieces = entry.buffer[key]
-    arranged = arrange([np.asarray(positions, np.int64) for positions, _ in pieces], None)
-    tensors = [pieces[i][1] for i in arranged.pieces] or [pieces[0][1]]
+    arranged = arrange({i: np.asarray(positions, np.int64) for i, (positions, _) in enumerate(pieces)}, None)
+    tensors = [pieces[i][1] for i, _ in arranged.parts] or [pieces[0][1]]
     named[name] = tensors if arranged.order is None else [torch.cat(tensors)[torch.from_numpy(arranged.order)]]
     return [*key, entry.positions.setdefault(_runs(arranged.positions), len(entry.positions))]
 
@@ -435,19 +435,19 @@ class StoredCapture(ByPlane[torch.Tensor]):
         self.prompt_length: int = line["prompt_length"]
 
     @property
-    def positions(self) -> CapturedPositions:
+    def positions(self) -> ByPlane[list[int]]:
         """The positions of each tensor's rows, under the same keys."""
-        return CapturedPositions(self._what, self._planes, lambda key: self._arrange(key).positions)
+        return ByPlane(self._what, self._planes, lambda key: self._arrange(key).positions.tolist())
 
     def _arrange(self, key: Key) -> Arranged:
         if key not in self._arranged:
-            positions = [piece.positions for piece in self._pieces[key]]
+            positions = {i: piece.positions for i, piece in enumerate(self._pieces[key])}
             self._arranged[key] = arrange(positions, f"{self._what}, {describe(key)}")
         return self._arranged[key]
 
     def _value(self, key: Key) -> torch.Tensor:
         pieces, arranged = self._pieces[key], self._arrange(key)
-        chosen = [pieces[i] for i in arranged.pieces] or pieces[:1]
+        chosen = [pieces[i] for i, _ in arranged.parts] or pieces[:1]
         tensors = [self._shards.tensor(piece.shard, piece.name, piece.size, piece.positions.size) for piece in chosen]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return tensor if arranged.order is None else tensor[torch.from_numpy(arranged.order)]

@@ -1,7 +1,7 @@
-"""Where captured rows go, and captured rows put together: a request's `RowChunk`s become one `Captured`.
+"""Where captured rows go, and captured rows put together: the `Rows` of a request's steps become one `Captured`.
 
-    selected = routes(plan.captures, prompt_length, range(num_layers)).output
-    captures = gather(request_id, chunks, prompt_length + generated - 1, selected)
+    (_, selected), *others = routes(plan.captures, prompt_length, range(num_layers))
+    captures = gather(request_id, rows, prompt_length + generated - 1, selected)
     captures["resid_post", 14]              # CPU tensor [positions, hidden]
     captures.positions["resid_post", 14]    # [0, 1, 2, ...]
 
@@ -13,78 +13,79 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from midstream.errors import CaptureError, NotCapturedError
-from midstream.plan.captures import Key, Layout, Plane, RowSelection
+from midstream.plan.captures import Key, Plane, Planes
 from midstream.plan.fields import nearest
+from midstream.plan.selections import NO_POSITIONS, Selection
 from midstream.plan.values import Capture, Consumer
 from midstream.sites import site_of
 from midstream.tree import as_bits
 
 V = TypeVar("V")
-NO_POSITIONS = np.empty(0, np.int64)
 
 
-class RowChunk(NamedTuple):
-    """Some rows of one request, captured in one step or several.
+class Rows(NamedTuple):
+    """Captured rows of one request, of one step or several.
 
     Attributes:
         positions: int64 `[rows]`, absolute positions in the sequence.
-        layout: the planes of each row.
-        rows: CPU tensor `[rows, row_width]` that nobody writes to any more. With no rows it still tells widths and dtype.
+        planes: of each row.
+        block: `[at least first + rows, width]`, that nobody writes these rows of any more. It may also hold other rows. Without rows it
+            still tells widths and dtype.
+        first: where in the block they begin.
     """
 
     positions: np.ndarray
-    layout: Layout
-    rows: torch.Tensor
+    planes: Planes
+    block: torch.Tensor
+    first: int = 0
 
-    def take(self, rows: slice | np.ndarray) -> RowChunk:
-        """The chunk with only the rows at these indices."""
-        return RowChunk(self.positions[rows], self.layout, self.rows[rows])
+    @property
+    def values(self) -> torch.Tensor:
+        """`[rows, width]`, a view."""
+        return self.block[self.first : self.first + len(self.positions)]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.positions) * self.block.shape[1] * self.block.element_size()
+
+    def take(self, rows: slice | np.ndarray) -> Rows:
+        """Only the rows at these indices."""
+        return Rows(self.positions[rows], self.planes, self.values[rows])
 
     def plane(self, key: Key) -> torch.Tensor:
         """One plane of all rows, `[rows, width]`, as a view."""
-        plane = self.layout.by_key[key]
-        return self.rows[:, plane.offset : plane.offset + plane.width]
+        plane = self.planes.by_key[key]
+        return self.values[:, plane.offset : plane.offset + plane.width]
+
+    @classmethod
+    def of_plane(cls, key: Key, positions: np.ndarray, values: torch.Tensor) -> Rows:
+        """Rows of one plane, `[rows, width]`."""
+        return cls(positions, Planes((Plane(*key, 0, values.shape[1]),)), values)
+
+    @classmethod
+    def joined(cls, each: Sequence[Rows], concatenate: Callable[[list[torch.Tensor]], torch.Tensor]) -> Rows:
+        """Rows with the same planes in one block."""
+        positions = np.concatenate([rows.positions for rows in each])
+        return cls(positions, each[0].planes, concatenate([rows.values for rows in each]))
 
 
-class Piece(NamedTuple):
-    """Rows of one request as a worker captures them: at `number` positions from `position` on.
-
-    They start at row `first` of a `block` `[rows, row_width]`, which may also hold rows of other requests or of later steps.
-    """
-
-    position: int
-    layout: Layout
-    block: torch.Tensor
-    first: int
-    number: int
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """`[number, row_width]`, a view."""
-        return self.block[self.first : self.first + self.number]
-
-    @property
-    def chunk(self) -> RowChunk:
-        return RowChunk(np.arange(self.position, self.position + self.number), self.layout, self.rows)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.number * self.block.shape[1] * self.block.element_size()
-
-
-def empty_chunk(keys: Iterable[Key], width: Callable[[Key], int], dtype: torch.dtype) -> RowChunk:
-    """A chunk that only tells what is captured, so that a plane without rows is a tensor `[0, width]`."""
-    layout = Layout.of(keys, width)
-    return RowChunk(NO_POSITIONS, layout, torch.empty(0, layout.width, dtype=dtype))
+def in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tensor:
+    """Values of several `Rows`, `[rows, width]` each, whose own positions ascend, joined in the order of the positions."""
+    if len(values) == 1:
+        return values[0]
+    joined = torch.cat(list(values))
+    positions = np.concatenate([rows.positions for rows in each])
+    if (np.diff(positions) > 0).all():
+        return joined
+    return joined[torch.from_numpy(np.argsort(positions)).to(joined.device)]
 
 
 def describe(key: Key) -> str:
@@ -101,19 +102,11 @@ def _listed(positions: np.ndarray, most: int = 6) -> str:
 # Where captured rows go.
 
 
-@dataclass
-class Route:
-    """One destination, and the rows that go there."""
-
-    to: Any  # a directory, a callable or a plan's Consumer; None for the output
-    selected: dict[Key, RowSelection] = field(default_factory=dict)
-
-
-class Routes(NamedTuple):
-    """Where the rows of one request go."""
-
-    output: dict[Key, RowSelection]
-    sinks: tuple[Route, ...]
+Selected = dict[Key, Selection]
+# Where the rows of a request go: each destination with what goes there; first None for the output, then a directory, a callable or a plan's
+# Consumer each.
+Routes = tuple[tuple[Any, Selected], ...]
+NO_ROUTES: Routes = ((None, {}),)
 
 
 def identity(to: Any) -> tuple[Any, ...]:
@@ -132,20 +125,19 @@ def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int
     Raises PlanError for a span that has not been resolved to positions.
     """
     there = list(layers)
-    output, sinks = Route(None), dict[tuple[Any, ...], Route]()
+    found: dict[tuple[Any, ...], tuple[Any, Selected]] = {(): (None, {})}
     for capture in captures:
-        rows = RowSelection.of(capture.positions, prompt_length, capture.dtype)
+        rows = Selection.of(capture.positions, prompt_length, capture.dtype)
         given: Any = capture.layers
-        chosen = there if given == "all" else [layer for layer in there if layer in given]
         for to in capture.sinks:
-            route = output if to is None else sinks.setdefault(identity(to), Route(to))
-            for layer in chosen:
+            _, selected = found.setdefault(() if to is None else identity(to), (to, {}))
+            for layer in there if given == "all" else [layer for layer in there if layer in given]:
                 key = (capture.site, layer, capture.when)
-                route.selected[key] = route.selected[key] | rows if key in route.selected else rows
-    return Routes(output.selected, tuple(route for route in sinks.values() if route.selected))
+                selected[key] = selected[key] | rows if key in selected else rows
+    return tuple(route for name, route in found.items() if route[1] or not name)
 
 
-# Finding the rows of each plane among chunks.
+# Finding the rows of each plane among pieces.
 
 
 def rows_where(keep: np.ndarray) -> slice | np.ndarray:
@@ -158,17 +150,41 @@ def rows_where(keep: np.ndarray) -> slice | np.ndarray:
 
 
 class Arranged(NamedTuple):
-    """Pieces of rows in the order of their positions."""
+    """Where the rows of a plane lie among pieces, in the order of their positions. A plane is joined only when somebody asks for it.
 
-    pieces: list[int]  # which piece comes first, second, ...
-    positions: np.ndarray  # ascending
-    order: np.ndarray | None  # sorts the rows of the concatenated pieces; None if they are in order
+    Attributes:
+        parts: the number of a piece, and the index of rows of it.
+        positions: of all rows, ascending.
+        order: sorts the rows of the concatenated parts; None if they are in order.
+    """
+
+    parts: list[tuple[int, slice | np.ndarray]]
+    positions: np.ndarray
+    order: np.ndarray | None = None
 
 
-def arrange(pieces: Sequence[np.ndarray], what: str | None) -> Arranged:
-    """Raises CaptureError, which names `what`, if a position occurs twice; with None, duplicates are kept."""
-    filled = sorted((i for i, piece in enumerate(pieces) if piece.size), key=lambda i: int(pieces[i][0]))
-    positions = np.concatenate([pieces[i] for i in filled]) if filled else NO_POSITIONS
+def arrange(
+    pieces: Mapping[int, np.ndarray], what: str | None, wanted: Selection | None = None, stop: int | None = None
+) -> Arranged:
+    """The rows of pieces, by the positions of each.
+
+    Args:
+        wanted: leaves out the other rows; None for all.
+        stop: leaves out the rows from this position on.
+
+    Raises CaptureError, which names `what`, if a position occurs twice, unless that is None; and if a row that is wanted does not occur.
+    """
+    expected = wanted.below(stop) if wanted is not None else None
+    there = np.concatenate([NO_POSITIONS, *pieces.values()])
+    if expected is not None and np.array_equal(there, expected):  # the usual case: all rows came, in order
+        return Arranged([(i, slice(None)) for i, piece in pieces.items() if piece.size], expected)
+    chosen: list[tuple[int, slice | np.ndarray]] = []
+    for i, piece in pieces.items():
+        keep = wanted.mask(piece) if wanted is not None else np.ones(piece.size, bool)
+        chosen.append((i, rows_where(keep if stop is None else keep & (piece < stop))))
+    parts = [part for part in chosen if pieces[part[0]][part[1]].size]
+    parts.sort(key=lambda part: int(pieces[part[0]][part[1]][0]))
+    positions = np.concatenate([NO_POSITIONS, *(pieces[i][rows] for i, rows in parts)])
     order = None
     if not (np.diff(positions) > 0).all():
         order = np.argsort(positions, kind="stable")
@@ -176,60 +192,33 @@ def arrange(pieces: Sequence[np.ndarray], what: str | None) -> Arranged:
         twice = positions[1:][np.diff(positions) == 0]
         if twice.size and what is not None:
             raise CaptureError(f"{what}: {_listed(np.unique(twice))} came more than once")
-    return Arranged(filled, positions, order)
-
-
-class _FoundRows(NamedTuple):
-    """The rows of one plane, or of several planes with the same rows."""
-
-    pieces: list[tuple[int, slice | np.ndarray]]  # number of a chunk, rows of it
-    positions: np.ndarray
-    order: np.ndarray | None
-    dtype: str | None = None  # as of a RowSelection
-
-
-ChunkRows = tuple[np.ndarray, Layout]  # positions and layout of a chunk
-
-
-def find_rows(
-    request: str, chunks: Sequence[ChunkRows], stop: int | None, selected: Mapping[Key, RowSelection]
-) -> dict[Key, _FoundRows]:
-    """The selected rows of each plane among the chunks, below position `stop`.
-
-    Raises CaptureError for a row that occurs twice, and for a selected row that is missing.
-    """
-    by_layout: dict[Layout, list[int]] = {}
-    for i, (_, layout) in enumerate(chunks):
-        by_layout.setdefault(layout, []).append(i)
-    everywhere = tuple(by_layout) if all(selected.keys() <= layout.by_key.keys() for layout in by_layout) else None
-    found: dict[Key, _FoundRows] = {}
-    shared: dict[Any, _FoundRows] = {}
-    for key, rows in selected.items():
-        holders = everywhere or tuple(layout for layout in by_layout if key in layout.by_key)
-        if (same := (holders, id(rows))) not in shared:  # most planes have one selection, and come together
-            numbers = [i for layout in holders for i in by_layout[layout]]
-            shared[same] = _find(f"capture of {describe(key)} of request {request!r}", chunks, numbers, stop, rows)
-        found[key] = shared[same]
-    return found
-
-
-def _find(
-    what: str, chunks: Sequence[ChunkRows], numbers: list[int], stop: int | None, rows: RowSelection
-) -> _FoundRows:
-    wanted = rows.below(stop)
-    there = np.concatenate([chunks[i][0] for i in numbers]) if numbers else NO_POSITIONS
-    if np.array_equal(there, wanted):  # the usual case: all rows came, in order
-        return _FoundRows([(i, slice(None)) for i in numbers if chunks[i][0].size], wanted, None, rows.dtype)
-    pieces = []
-    for i in numbers:
-        keep = rows.mask(chunks[i][0])
-        pieces.append((i, rows_where(keep if stop is None else keep & (chunks[i][0] < stop))))
-    arranged = arrange([chunks[i][0][chosen] for i, chosen in pieces], what)
-    missing = np.setdiff1d(wanted, arranged.positions, assume_unique=True)
+    missing = np.setdiff1d(expected, positions, assume_unique=True) if expected is not None else NO_POSITIONS
     if missing.size:
         rows_are = "1 row" if missing.size == 1 else f"{missing.size} rows"
         raise CaptureError(f"{what}: {rows_are} did not come ({_listed(missing)})")
-    return _FoundRows([pieces[i] for i in arranged.pieces], arranged.positions, arranged.order, rows.dtype)
+    return Arranged(parts, positions, order)
+
+
+def find_rows(
+    request: str, pieces: Sequence[tuple[np.ndarray, Planes]], stop: int | None, selected: Mapping[Key, Selection]
+) -> dict[Key, Arranged]:
+    """The selected rows of each plane below position `stop`, among pieces with these positions and planes.
+
+    Raises CaptureError for a row that occurs twice, and for a selected row that is missing.
+    """
+    by_planes: dict[Planes, list[int]] = {}
+    for i, (_, planes) in enumerate(pieces):
+        by_planes.setdefault(planes, []).append(i)
+    everywhere = tuple(by_planes) if all(selected.keys() <= planes.by_key.keys() for planes in by_planes) else None
+    found: dict[Key, Arranged] = {}
+    shared: dict[Any, Arranged] = {}
+    for key, rows in selected.items():
+        holders = everywhere or tuple(planes for planes in by_planes if key in planes.by_key)
+        if (same := (holders, id(rows))) not in shared:  # most planes have one selection, and come together
+            those = {i: pieces[i][0] for planes in holders for i in by_planes[planes]}
+            shared[same] = arrange(those, f"capture of {describe(key)} of request {request!r}", rows, stop)
+        found[key] = shared[same]
+    return found
 
 
 # What users see.
@@ -241,11 +230,12 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     Where a site was captured both before and after its edits, `(site, layer)` is before and `(site, layer, "after")` after.
     """
 
-    def __init__(self, what: str, planes: Iterable[Key]) -> None:
-        self._what, self._planes = what, dict.fromkeys(planes)
+    def __init__(self, what: str, planes: Iterable[Key], value: Callable[[Key], V] | None = None) -> None:
+        self._what, self._planes, self._given = what, dict.fromkeys(planes), value
 
     def _value(self, key: Key) -> V:
-        raise NotImplementedError
+        assert self._given is not None  # a subclass has a method instead
+        return self._given(key)
 
     def __getitem__(self, key: Any) -> V:
         return self._value(self._resolve(key))
@@ -282,17 +272,6 @@ class ByPlane(Mapping[Any, V], Generic[V]):
         return f"{key[0]} is there at layers {layers}" if layers else nearest(str(key[0]), sites)
 
 
-class CapturedPositions(ByPlane[list[int]]):
-    """The positions of each tensor's rows."""
-
-    def __init__(self, what: str, planes: Iterable[Key], positions: Callable[[Key], np.ndarray]) -> None:
-        super().__init__(what, planes)
-        self._positions = positions
-
-    def _value(self, key: Key) -> list[int]:
-        return self._positions(key).tolist()
-
-
 class Captured(ByPlane[torch.Tensor]):
     """What a request captured: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype, or in
     that of the `Capture`.
@@ -301,29 +280,23 @@ class Captured(ByPlane[torch.Tensor]):
     all rows of one step: `.clone()` a tensor that you keep longer than the others.
     """
 
-    def __init__(self, request: str, chunks: Sequence[RowChunk], found: Mapping[Key, _FoundRows]) -> None:
+    def __init__(
+        self, request: str, pieces: Sequence[Rows] = (), found: Mapping[Key, Arranged] = MappingProxyType({})
+    ) -> None:
         super().__init__(f"capture of request {request!r}", found)
         self._request = request
-        self._chunks: Sequence[RowChunk] = chunks
+        self._pieces: Sequence[Rows] = pieces
         self._found = found
         self._tensors: dict[Key, torch.Tensor] = {}
 
-    @classmethod
-    def nothing(cls, request: str) -> Captured:
-        """The captures of a request that captures nothing."""
-        return cls(request, (), {})
-
     @property
-    def positions(self) -> CapturedPositions:
+    def positions(self) -> ByPlane[list[int]]:
         """The positions of each tensor's rows, under the same keys."""
-        return CapturedPositions(self._what, self._planes, lambda key: self._found[key].positions)
+        return ByPlane(self._what, self._planes, lambda key: self._found[key].positions.tolist())
 
-    def chunks(self) -> Iterator[RowChunk]:
-        """The rows of each plane as a chunk."""
-        for key in self._planes:
-            rows = self._value(key)
-            plane = Plane(*key, 0, rows.shape[1])
-            yield RowChunk(self._found[key].positions, Layout((plane,)), rows)
+    def rows(self) -> Iterator[Rows]:
+        """The rows of each plane."""
+        return (Rows.of_plane(key, self._found[key].positions, self._value(key)) for key in self._planes)
 
     def take(self) -> dict[Any, torch.Tensor]:
         """All tensors, contiguous. Each has its own memory. Only these captures share it, until they are dropped."""
@@ -331,17 +304,16 @@ class Captured(ByPlane[torch.Tensor]):
         for name in self:
             key = self._resolve(name)
             joined, found = self._value(key), self._found[key]
-            is_new = len(found.pieces) > 1 or found.order is not None
+            is_new = len(found.parts) > 1 or found.order is not None
             taken[name] = joined if is_new else joined.clone(memory_format=torch.contiguous_format)
         return taken
 
     def _value(self, key: Key) -> torch.Tensor:
-        """Joined at the first access; once all planes are joined, the chunks are released."""
+        """Joined at the first access; once all planes are joined, the pieces are released."""
         if key not in self._tensors:
-            joined = _join(self._what, key, self._chunks, self._found[key])
-            self._tensors[key] = converted(joined, self._found[key].dtype, f"{self._what}, {describe(key)}")
+            self._tensors[key] = _join(self._what, key, self._pieces, self._found[key])
             if len(self._tensors) == len(self._found):
-                self._chunks = ()
+                self._pieces = ()
         return self._tensors[key]
 
     @classmethod
@@ -349,8 +321,7 @@ class Captured(ByPlane[torch.Tensor]):
         cls, request: str, tensors: Mapping[Key, torch.Tensor], positions: Mapping[Key, Sequence[int] | np.ndarray]
     ) -> Captured:
         """Captures whose planes have been joined, as another process has them."""
-        found = {key: _FoundRows([], np.asarray(rows, np.int64), None) for key, rows in positions.items()}
-        captured = cls(request, (), found)
+        captured = cls(request, (), {key: Arranged([], np.asarray(rows, np.int64)) for key, rows in positions.items()})
         captured._tensors = dict(tensors)
         return captured
 
@@ -359,15 +330,15 @@ class Captured(ByPlane[torch.Tensor]):
         return Captured.of, (self._request, tensors, {key: found.positions for key, found in self._found.items()})
 
 
-def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) -> torch.Tensor:
-    pieces = [chunks[number].plane(key)[rows] for number, rows in found.pieces]
-    if not pieces:  # no row of this plane; a chunk may still tell its width
-        known = (chunk.plane(key)[:0].clone() for chunk in chunks if key in chunk.layout.by_key)
+def _join(what: str, key: Key, pieces: Sequence[Rows], found: Arranged) -> torch.Tensor:
+    parts = [pieces[number].plane(key)[rows] for number, rows in found.parts]
+    if not parts:  # no row of this plane; a piece without rows may still tell its width
+        known = (piece.plane(key)[:0].clone() for piece in pieces if key in piece.planes.by_key)
         return next(known, torch.empty(0, 0))
-    if len({(piece.dtype, piece.shape[1]) for piece in pieces}) > 1:
-        kinds = sorted({f"{piece.dtype} [{piece.shape[1]}]" for piece in pieces})
+    if len({(part.dtype, part.shape[1]) for part in parts}) > 1:
+        kinds = sorted({f"{part.dtype} [{part.shape[1]}]" for part in parts})
         raise CaptureError(f"{what}: the rows of {describe(key)} do not fit together: {', '.join(kinds)}")
-    joined = pieces[0] if len(pieces) == 1 else concatenated(pieces)
+    joined = parts[0] if len(parts) == 1 else concatenated(parts)
     return joined if found.order is None else joined[torch.from_numpy(found.order)]
 
 
@@ -392,7 +363,7 @@ def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(bits).view(pieces[0].dtype)
 
 
-def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mapping[Key, RowSelection]) -> Captured:
+def gather(request: str, pieces: Sequence[Rows], stop: int, selected: Mapping[Key, Selection]) -> Captured:
     """The selected rows of a request below position `stop`, in the order of their positions.
 
     `stop` is prompt length plus generated tokens minus one: the last token is never fed back, and rows that asynchronous
@@ -400,8 +371,8 @@ def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mappin
 
     Raises CaptureError if a position came twice, or is selected and did not come, or if a number is too large for the dtype asked for.
     """
-    found = find_rows(request, [(each.positions, each.layout) for each in chunks], stop, selected)
-    captured = Captured(request, chunks, found)
-    for key in (key for key, rows in found.items() if rows.dtype is not None):
-        captured._value(key)  # a number that is too large is an error now
+    captured = Captured(request, pieces, find_rows(request, [each[:2] for each in pieces], stop, selected))
+    for key, rows in selected.items():
+        if rows.dtype is not None:  # a number that is too large is an error now
+            captured._tensors[key] = converted(captured._value(key), rows.dtype, f"{captured._what}, {describe(key)}")
     return captured

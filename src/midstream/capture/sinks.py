@@ -2,7 +2,7 @@
 
     sinks = Sinks()
     capture = RequestCapture(CaptureInfo(request_id, prompt_token_ids), routes(plan.captures, prompt_length, range(num_layers)), sinks)
-    capture.add(chunks)                  # blocks while a consumer's queue is full
+    capture.add(rows)                    # blocks while a consumer's queue is full
     capture.end(stop)                    # the request has ended: stop = prompt length + generated tokens - 1
     capture.result(stop)                 # the output's captures, once all consumers have taken theirs; raises their errors
 
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from midstream.capture.consumers import (
     CallableSink,
@@ -34,15 +33,14 @@ from midstream.capture.consumers import (
     ConsumerThread,
     Delivery,
     Destination,
-    PlaneRows,
     find_consumer,
 )
 from midstream.capture.directory import DirectorySink
 from midstream.capture.rows import (
     Captured,
-    ChunkRows,
     Routes,
-    RowChunk,
+    Rows,
+    Selected,
     concatenated,
     converted,
     describe,
@@ -52,7 +50,7 @@ from midstream.capture.rows import (
     rows_where,
 )
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key, RowSelection
+from midstream.plan.captures import Key, Planes
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size
@@ -80,9 +78,9 @@ class _Way:
 
     thread: ConsumerThread
     delivery: Delivery
-    selected: dict[Key, RowSelection]
+    selected: Selected
     seen: set[Key] = field(default_factory=set)  # planes of which rows have come
-    empty: dict[Key, torch.Tensor] = field(default_factory=dict)  # `[0, width]` for planes of which none have come
+    empty: dict[Key, Rows] = field(default_factory=dict)  # no rows, for planes of which none have come
 
 
 class Sinks:
@@ -101,18 +99,18 @@ class Sinks:
         self._blocked_before = 0.0  # seconds, by consumers that were closed
         self._closed = False
 
-    def begin(self, capture: RequestCapture, info: CaptureInfo, selected: Routes) -> list[_Way]:
+    def begin(self, capture: RequestCapture, info: CaptureInfo, routes: Routes) -> list[_Way]:
         """A request begins: its way to each consumer. Raises CaptureError, and begins nothing, if a consumer is unknown."""
-        targets = [(destination(route.to), route.selected) for route in selected.sinks]
+        targets = [(destination(to), selected) for to, selected in routes]
         with self._lock:
             if self._closed:
                 raise CaptureError(f"the capture of request {info.request_id!r} cannot begin: the engine is closed")
             ways = []
-            for target, rows in targets:
-                told = replace(info, planes=tuple(rows))
+            for target, selected in targets:
+                told = replace(info, planes=tuple(selected))
                 while (delivery := self._thread(target).open(told, capture.report)) is None:
                     pass  # its thread has just ended, being idle
-                ways.append(_Way(self._threads[target.key], delivery, rows))
+                ways.append(_Way(self._threads[target.key], delivery, selected))
             self._open.add(capture)
             return ways
 
@@ -165,8 +163,8 @@ class RequestCapture:
 
     Args:
         info: tells the consumers about the request.
-        selected: where the request's rows go.
-        empty: makes a chunk without rows that has all selected planes. Without it, planes are known from their rows.
+        routes: where the request's rows go.
+        empty: makes `Rows` without rows that have all selected planes. Without it, planes are known from their rows.
         report: called with each error, if nobody calls `result`.
 
     Raises:
@@ -176,35 +174,36 @@ class RequestCapture:
     def __init__(
         self,
         info: CaptureInfo,
-        selected: Routes,
+        routes: Routes,
         sinks: Sinks,
-        empty: Callable[[], RowChunk] | None = None,
+        empty: Callable[[], Rows] | None = None,
         report: Callable[[CaptureError], None] | None = None,
     ) -> None:
         self.request_id, self.report = info.request_id, report
-        self._output, self._sinks, self._empty = selected.output, sinks, empty
-        self._chunks: list[RowChunk] = []  # for the output
+        (_, self._output), *others = routes
+        self._sinks, self._empty = sinks, empty
+        self._rows: list[Rows] = []  # for the output
         self._captured: Captured | None = None
         self._confirmed = info.prompt_length  # rows below this position are the user's for good
-        self._held: list[RowChunk] = []  # rows that are not confirmed
-        self._arrived: list[ChunkRows] = []  # to find rows that came twice or not at all
+        self._held: list[Rows] = []  # rows that are not confirmed
+        self._arrived: list[tuple[np.ndarray, Planes]] = []  # to find rows that came twice or not at all
         self._error: Exception | None = None
-        self._ended = not selected.sinks
-        self._ways = sinks.begin(self, info, selected) if selected.sinks else []
+        self._ended = not others
+        self._ways = sinks.begin(self, info, tuple(others)) if others else []
         if self._ways and empty is not None:
             self._take(empty())
 
     @property
     def held_bytes(self) -> int:
-        return sum(chunk.rows.nbytes for chunk in list(self._held))
+        return sum(rows.nbytes for rows in list(self._held))
 
-    def add(self, chunks: Iterable[RowChunk], confirmed: int = 0) -> None:
+    def add(self, pieces: Iterable[Rows], confirmed: int = 0) -> None:
         """Take rows, in any order; those below position `confirmed` are the user's for good. Blocks while a consumer's queue is full."""
-        for chunk in chunks:
+        for rows in pieces:
             if self._output:
-                self._chunks.append(chunk)
+                self._rows.append(rows)
             if not self._ended:
-                self._take(chunk)
+                self._take(rows)
         if confirmed > self._confirmed and not self._ended:
             self._confirmed = confirmed
             self._release()
@@ -224,7 +223,7 @@ class RequestCapture:
         self._held, self._arrived = [], []
         for way in self._ways:
             if error is None and (empty := way.empty.keys() - way.seen):
-                way.thread.give(way.delivery, [(key, [], way.empty[key]) for key in way.selected if key in empty], 0)
+                way.thread.give(way.delivery, [way.empty[key] for key in way.selected if key in empty])
             way.thread.end(way.delivery, error)
         if self.report is not None:
             self._sinks.forget(self)
@@ -246,48 +245,48 @@ class RequestCapture:
 
     def gather_early(self, prompt_length: int) -> None:
         """Gather the output's rows before the request's end is known, if they are all of the prompt."""
-        if all(rows.tail is None for rows in self._output.values()):
+        if all(not rows.generated for rows in self._output.values()):
             self._captured = self._gather(prompt_length)
 
     def discard(self, error: Exception | None = None) -> None:
         """Drop the rows: nobody will ask for the result. Consumers are told of the error, if they have not been told of the end."""
-        self._chunks = []
+        self._rows = []
         self.end(error=error or CaptureError(f"request {self.request_id!r} was given up"))
         self._sinks.forget(self)
 
     def _gather(self, stop: int) -> Captured:
-        layouts = [chunk.layout.by_key.keys() for chunk in self._chunks]
-        if self._output and self._empty is not None and not any(self._output.keys() <= keys for keys in layouts):
-            self._chunks.append(self._empty())
-        captured = gather(self.request_id, self._chunks, stop, self._output)
-        self._chunks = []
+        known = (rows.planes.by_key.keys() for rows in self._rows)
+        if self._output and self._empty is not None and not any(self._output.keys() <= keys for keys in known):
+            self._rows.append(self._empty())
+        captured = gather(self.request_id, self._rows, stop, self._output)
+        self._rows = []
         return captured
 
-    def _take(self, chunk: RowChunk) -> None:
-        self._arrived.append((chunk.positions, chunk.layout))
-        self._hand_on(chunk)
+    def _take(self, rows: Rows) -> None:
+        self._arrived.append(rows[:2])
+        self._hand_on(rows)
 
     def _release(self) -> None:
         """Hand on the held rows that are confirmed now."""
         held, self._held = self._held, []
-        for chunk in _joined(held):
-            self._hand_on(chunk)
+        for rows in _joined(held):
+            self._hand_on(rows)
 
-    def _hand_on(self, chunk: RowChunk) -> None:
+    def _hand_on(self, rows: Rows) -> None:
         """Deliver the confirmed rows and hold the others."""
-        confirmed = chunk.positions < self._confirmed
+        confirmed = rows.positions < self._confirmed
         if not confirmed.all():
-            self._held.append(chunk.take(rows_where(~confirmed)))
-            chunk = chunk.take(rows_where(confirmed))
+            self._held.append(rows.take(rows_where(~confirmed)))
+            rows = rows.take(rows_where(confirmed))
         for way in sorted(self._ways, key=lambda way: way.thread.full):  # full queues last
             if way.delivery.error is not None:
                 continue
             try:
-                rows = _plane_rows(chunk, way)
+                planes = _by_plane(rows, way)
             except CaptureError as error:  # a number that the capture's dtype cannot hold
                 return self.end(error=error)
-            if rows:
-                way.thread.give(way.delivery, rows, sum(tensor.nbytes for _, _, tensor in rows))
+            if planes:
+                way.thread.give(way.delivery, planes)
 
     def _row_error(self, stop: int | None) -> CaptureError | None:
         """The error of a request of which a row came twice, or was selected and did not come."""
@@ -299,44 +298,37 @@ class RequestCapture:
         return None
 
 
-def _joined(chunks: list[RowChunk]) -> Iterator[RowChunk]:
-    """The same rows in fewer chunks: generated rows come one by one, and each chunk costs one call per plane."""
-    for _, alike in groupby(chunks, key=lambda chunk: (chunk.layout, chunk.rows.dtype, chunk.rows.shape[1])):
-        batch: list[RowChunk] = []
+def _joined(pieces: list[Rows]) -> Iterator[Rows]:
+    """The same rows in fewer pieces: generated rows come one by one, and each piece costs one call per plane."""
+    for _, alike in groupby(pieces, key=lambda rows: (rows.planes, rows.block.dtype, rows.block.shape[1])):
+        batch: list[Rows] = []
         size = 0
-        for chunk in alike:
-            if batch and size + chunk.rows.nbytes > JOINED_BYTES:
-                yield _concatenated(batch)
+        for rows in alike:
+            if batch and size + rows.nbytes > JOINED_BYTES:
+                yield Rows.joined(batch, concatenated)
                 batch, size = [], 0
-            batch.append(chunk)
-            size += chunk.rows.nbytes
-        yield _concatenated(batch)
+            batch.append(rows)
+            size += rows.nbytes
+        yield batch[0] if len(batch) == 1 else Rows.joined(batch, concatenated)
 
 
-def _concatenated(batch: list[RowChunk]) -> RowChunk:
-    if len(batch) == 1:
-        return batch[0]
-    positions = np.concatenate([chunk.positions for chunk in batch])
-    return batch[0]._replace(positions=positions, rows=concatenated([chunk.rows for chunk in batch]))
-
-
-def _plane_rows(chunk: RowChunk, way: _Way) -> list[PlaneRows]:
-    """The rows of a chunk that go this way. A small part of a chunk is copied, so that it does not keep the rest in memory."""
-    chosen: dict[int, RowChunk] = {}
-    found: list[PlaneRows] = []
-    for key in chunk.layout.by_key:
-        rows = way.selected.get(key)
-        if rows is None:
+def _by_plane(rows: Rows, way: _Way) -> list[Rows]:
+    """The rows that go this way, of one plane each. A small part of the rows is copied, so that it does not keep the rest in memory."""
+    chosen: dict[int, Rows] = {}
+    found: list[Rows] = []
+    for key in rows.planes.by_key:
+        selected = way.selected.get(key)
+        if selected is None:
             continue
-        if id(rows) not in chosen:
-            chosen[id(rows)] = chunk.take(rows_where(rows.mask(chunk.positions)))
-        part = chosen[id(rows)]
+        if id(selected) not in chosen:
+            chosen[id(selected)] = rows.take(rows_where(selected.mask(rows.positions)))
+        part = chosen[id(selected)]
+        plane = Rows.of_plane(key, part.positions, converted(part.plane(key), selected.dtype, describe(key)))
         if part.positions.size:
-            plane = converted(part.plane(key), rows.dtype, describe(key))
-            found.append((key, part.positions.tolist(), plane))
+            found.append(plane)
             way.seen.add(key)
         elif key not in way.seen:
-            way.empty[key] = converted(chunk.plane(key)[:0].clone(), rows.dtype, describe(key))
-    if sum(tensor.nbytes for _, _, tensor in found) * 2 < chunk.rows.nbytes:
-        return [(key, positions, tensor.clone()) for key, positions, tensor in found]
+            way.empty[key] = plane._replace(block=plane.block.clone())
+    if sum(plane.nbytes for plane in found) * 2 < rows.nbytes:
+        return [plane._replace(block=plane.block.clone()) for plane in found]
     return found

@@ -86,7 +86,7 @@ class Collection:
 
     @property
     def _has_generated(self) -> bool:
-        return any(capture.positions in ("all_generated", "all") for capture in self._plan.captures)
+        return any(capture.selects_generated for capture in self._plan.captures)
 
     def _identity(self, model: Any) -> Collected:
         """The index entry of each prompt, without its id."""

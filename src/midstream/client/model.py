@@ -19,6 +19,7 @@ from midstream.client.collecting import Collection
 from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan import fields
+from midstream.plan.selections import Selector
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import (
@@ -509,9 +510,11 @@ class TraceModel(Sizes):
         self, owner: str, prompt: Prompt, sites: str | Sequence[str], layers: Any, positions: Any, name: str | None
     ) -> Any:
         """As `record`, for somebody else, who pays for the run's bytes: see `runtime.store.RunStore`."""
-        if isinstance(positions, str) and positions not in ("all_prompt", "last_prompt"):
+        words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
+        if words or (isinstance(positions, Selector) and positions.selects_generated):
             raise PlanError(
-                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, or a Span.",
+                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, a Span, or a "
+                "Selector of these.",
                 field="positions",
             )
         each = [sites] if isinstance(sites, str) else list(sites)

@@ -10,15 +10,12 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
-import numpy as np
-
-from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.ops.edit import Intervention, changed
 from midstream.plan.program import Program
+from midstream.plan.selections import WORDS, Selector, selector_of
 from midstream.plan.steps import FLOATS
 
-POSITIONS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple of these"
 
 
@@ -57,7 +54,8 @@ class Capture(Intervention):
         site: one of `midstream.sites.LAYER_SITES`.
         layers: `"all"`, a layer or a sequence of layers, counted from 0.
         positions: `"last_prompt"`, `"all_prompt"`, `"all_generated"`, `"all"`, positions of the prompt (one or several; negatives
-            count from its end) or a `Span`. The last generated token is never fed back into the model, so it has no row.
+            count from its end), a `Span` or a `midstream.plan.selections.Selector`. The last generated token is never fed back into the
+            model, so it has no row.
         when: `"before"` or `"after"` the edits of the same site.
         to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called
             with them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
@@ -99,7 +97,9 @@ class Capture(Intervention):
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else None
         self.settle(
             dtype=fields.one_of("Capture.dtype", dtype, FLOATS) if dtype is not None else None,
-            positions=fields.positions("Capture.positions", self.positions, POSITIONS),
+            positions=self.positions.checked()
+            if isinstance(self.positions, Selector)
+            else fields.positions("Capture.positions", self.positions, tuple(WORDS)),
             when=fields.one_of("Capture.when", self.when, ("before", "after")),
             to=sinks if many else sinks[0],
         )
@@ -108,6 +108,11 @@ class Capture(Intervention):
     def sinks(self) -> tuple[Sink, ...]:
         """Where the rows go, one by one: a directory, a callable, a Consumer, or None for the output."""
         return self.to if isinstance(self.to, tuple) else (self.to,)
+
+    @property
+    def selects_generated(self) -> bool:
+        """Whether it may keep rows of generated tokens."""
+        return selector_of(self.positions).selects_generated
 
     def placed(self, prompt_length: int | None) -> Self:
         """The capture with listed positions in ascending order; with `prompt_length`, counted from the start."""
@@ -123,57 +128,6 @@ def _sink(to: Any) -> Sink:
     raise fields.refuse("Capture.to", fields.shown(to), _SINKS)
 
 
-class RowSelection(NamedTuple):
-    """Which rows of a request are captured: those at the `listed` positions (int64, ascending), and all from position `tail` on.
-
-    They are given in `dtype`, or in the model's if it is None.
-    """
-
-    listed: np.ndarray
-    tail: int | None = None
-    dtype: str | None = None
-
-    @classmethod
-    def of(
-        cls, positions: str | fields.Span | tuple[int, ...], prompt_length: int, dtype: str | None = None
-    ) -> RowSelection:
-        """What a `Capture` with these positions selects for a prompt of that length.
-
-        Raises PlanError for a position outside of the prompt, and for a span that has not been resolved to positions.
-        """
-        if not isinstance(positions, str):
-            listed = np.array(fields.resolved("Capture.positions", positions, prompt_length), np.int64)
-            return cls(np.unique(listed), dtype=dtype)
-        prompt = np.arange(prompt_length, dtype=np.int64)
-        first = {"last_prompt": max(prompt_length - 1, 0), "all_generated": prompt_length}.get(positions, 0)
-        return cls(prompt[first:], prompt_length if positions in ("all_generated", "all") else None, dtype)
-
-    def mask(self, positions: np.ndarray) -> np.ndarray:
-        """Which of the positions are selected."""
-        keep = np.zeros(positions.size, bool) if self.tail is None else positions >= self.tail
-        if self.listed.size:
-            place = np.searchsorted(self.listed, positions)
-            keep |= self.listed[np.minimum(place, self.listed.size - 1)] == positions
-        return keep
-
-    def below(self, stop: int | None) -> np.ndarray:
-        """All selected positions below `stop`; without a stop, only the listed ones are known."""
-        if stop is None:
-            return self.listed
-        generated = np.arange(stop if self.tail is None else self.tail, stop, dtype=np.int64)
-        return np.concatenate([self.listed[self.listed < stop], generated])  # the tail comes after the listed positions
-
-    def __or__(self, other: RowSelection) -> RowSelection:
-        """The rows of both. Raises PlanError if their dtypes differ."""
-        if self.dtype != other.dtype:
-            raise PlanError(
-                f"Two captures of one site and layer that go to the same place have the dtypes {self.dtype} and {other.dtype}. Give them "
-                "one dtype, or two places."
-            )
-        tail = other.tail if self.tail is None else self.tail  # of one request, so both are its prompt's length
-        return RowSelection(np.union1d(self.listed, other.listed), tail, self.dtype)
-
-
 Key = tuple[str, int, str]  # site, layer, when
 
 
@@ -187,8 +141,8 @@ class Plane(NamedTuple):
     width: int
 
 
-class Layout(tuple[Plane, ...]):
-    """The planes of a captured row. Many requests share a layout, so it caches what is derived from it."""
+class Planes(tuple[Plane, ...]):
+    """The planes of a captured row. Many requests share them, so it caches what is derived from it."""
 
     @classmethod
     def of(cls, keys: Iterable[Key], width: Callable[[Key], int]) -> Self:
@@ -216,7 +170,7 @@ class Layout(tuple[Plane, ...]):
         return max((plane.offset + plane.width for plane in self), default=0)
 
     def __reduce__(self) -> Any:
-        return Layout, (tuple(self),)
+        return Planes, (tuple(self),)
 
 
-EMPTY = Layout()
+NO_PLANES = Planes()

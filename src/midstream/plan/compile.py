@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import EMPTY, Capture, Key, Layout, RowSelection
+from midstream.plan.captures import NO_PLANES, Capture, Key, Planes
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.program import Program
+from midstream.plan.selections import Selection
 from midstream.plan.steps import SIZES
 from midstream.plan.values import SITE_ORDER, Plan, encoded
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
@@ -42,16 +43,16 @@ class Profile:
 
     Attributes:
         ops: (site, layer) -> capture before, edits in the order of their kinds, capture after; without the sites that have none.
-        layout: of the captured row.
+        planes: of the captured row.
     """
 
     ops: dict[Point, tuple[Op, ...]]
-    layout: Layout = EMPTY
+    planes: Planes = NO_PLANES
 
     @property
     def row_width(self) -> int:
         """Elements of a captured row; 0 if nothing is captured."""
-        return self.layout.width
+        return self.planes.width
 
     @cached_property
     def further(self) -> frozenset[Point]:
@@ -68,21 +69,12 @@ class Reach(NamedTuple):
     """Where a plan acts in the whole model, for whichever stage it was compiled, so that all pipeline stages decide alike.
 
     Attributes:
-        prompt: bool, whether it acts at each of the positions of `CompiledPlan.prompt`.
-        generated: whether it acts at later positions.
-        prompt_points, generated_points: the (site, layer) at which it acts there.
-        prompt_programs, generated_programs: those of them at which a program runs.
+        points: the (site, layer) at which it acts.
+        programs: those of them at which a program runs.
     """
 
-    prompt: np.ndarray
-    generated: bool
-    prompt_points: frozenset[Point]
-    generated_points: frozenset[Point]
-    prompt_programs: frozenset[Point] = frozenset()
-    generated_programs: frozenset[Point] = frozenset()
-
-
-NOWHERE = Reach(np.zeros(0, bool), False, frozenset(), frozenset())
+    points: frozenset[Point] = frozenset()
+    programs: frozenset[Point] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -94,13 +86,16 @@ class CompiledPlan:
         profiles: the first does nothing.
         prompt: int32, the profile of each position of the prompt, and of generated ones up to the last that an edit names.
         generated: the profile of every later position.
+        acts: bool, whether the plan acts at each of the positions of `prompt`, on any stage.
+        reach: where it acts at those positions, and where at later ones.
     """
 
     bank: list[torch.Tensor]
     profiles: list[Profile]
     prompt: np.ndarray
     generated: int
-    reach: Reach = NOWHERE
+    acts: np.ndarray
+    reach: tuple[Reach, Reach] = (Reach(), Reach())
 
 
 def compile_plan(
@@ -146,7 +141,8 @@ def compile_plan(
             edits[phase].setdefault(point, []).append(op)
     captures = [capture for capture in normal.captures if points is None or point_of(capture) in points]
     profiles = _Profiles(edits, width, reads_of(normal.captures))
-    codes_P, planes, generated_planes = _captured(captures, prompt_length)
+    selections = {each: Selection.of(each, prompt_length) for each in {item.positions for item in normal.captures}}
+    codes_P, planes, generated_planes = _captured(captures, selections, prompt_length)
     generated = profiles.number(generated_planes, "decode")
     prompt_P = np.full(listed, generated, np.int32)
     rest_P = np.ones(prompt_length, bool)
@@ -158,41 +154,45 @@ def compile_plan(
             prompt_P[position] = profiles.number(generated_planes, "decode", here)
     for code in np.unique(codes_P[rest_P]).tolist():
         prompt_P[:prompt_length][rest_P & (codes_P == code)] = profiles.number(planes[code], "prefill")
-    return CompiledPlan(bank.tensors, profiles.list, prompt_P, generated, _reach(normal, prompt_length, listed))
-
-
-def _reach(normal: Plan, prompt_length: int, listed: int) -> Reach:
-    """Where a plan in normal form acts. `listed`: how many positions have profiles of their own."""
-    prompt = np.zeros(listed, bool)
-    acts: list[tuple[Intervention, bool, bool]] = []  # whether each does in the prompt, and at generated positions
-    for edit in normal.edits:
-        position = position_of(edit, prompt_length)
-        if position is not None:
-            prompt[position] = True
-        else:
-            prompt[:prompt_length] |= edit.phase != "decode"
-            prompt[prompt_length:] |= edit.phase != "prefill"
-        is_placed = position is not None
-        acts.append((edit, is_placed or edit.phase != "decode", not is_placed and edit.phase != "prefill"))
-    selected: dict[Any, RowSelection] = {}
-    for capture in normal.captures:
-        if capture.positions not in selected:
-            selected[capture.positions] = RowSelection.of(capture.positions, prompt_length)
-            prompt[selected[capture.positions].listed] = True
-            prompt[prompt_length:] |= selected[capture.positions].tail is not None
-        rows = selected[capture.positions]
-        acts.append((capture, bool(rows.listed.size), rows.tail is not None))
-    if listed > prompt_length:  # generated positions among the listed ones
-        acts = [(item, here or there, there) for item, here, there in acts]
-    in_prompt = [item for item, here, _ in acts if here]
-    generated = [item for item, _, there in acts if there]
-    with_programs = ([item for item in items if item.its_program is not None] for items in (in_prompt, generated))
-    points = (
-        frozenset(point for item in items for point in (point_of(item), *item.further))
-        for items in (in_prompt, generated)
+    return CompiledPlan(
+        bank.tensors, profiles.list, prompt_P, generated, *_reach(normal, selections, prompt_length, listed)
     )
-    programs = (frozenset(map(point_of, items)) for items in with_programs)
-    return Reach(prompt, bool(generated), *points, *programs)
+
+
+def _reach(
+    normal: Plan, selections: Mapping[Any, Selection], prompt_length: int, listed: int
+) -> tuple[np.ndarray, tuple[Reach, Reach]]:
+    """`CompiledPlan.acts` and `CompiledPlan.reach`. `listed`: how many positions have profiles of their own."""
+    acts = np.zeros(listed, bool)
+    in_prompt, generated = list[Intervention](), list[Intervention]()
+    everywhere = False  # in the prompt
+    for item in normal.interventions:
+        if isinstance(item, Capture):
+            rows = selections[item.positions]
+            here, there = bool(rows.prompt.size), bool(rows.generated)
+        else:
+            assert isinstance(item, Edit)
+            if (position := position_of(item, prompt_length)) is not None:
+                acts[position], here, there = True, True, False
+            else:
+                here, there = item.phase != "decode", item.phase != "prefill"
+                everywhere |= here
+        if here or (there and listed > prompt_length):  # generated positions are among the listed ones
+            in_prompt.append(item)
+        if there:
+            generated.append(item)
+    for rows in selections.values():
+        acts[rows.prompt] = True
+    acts[:prompt_length] |= everywhere
+    acts[prompt_length:] |= bool(generated)
+    reach = [
+        Reach(
+            frozenset(point for item in items for point in (point_of(item), *item.further)),
+            frozenset(point_of(item) for item in items if item.its_program is not None),
+        )
+        for items in (in_prompt, generated)
+    ]
+    return acts, (reach[0], reach[1])
 
 
 def _listed(normal: Plan, prompt_length: int) -> int:
@@ -220,18 +220,20 @@ def plane_width(key: Key, width: Callable[[str, int], int], reads: Mapping[Key, 
     return width(*key[:2]) if program is None else program.packed_width(SIZES[program.dtype])
 
 
-def _captured(captures: list[Capture], prompt_length: int) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
+def _captured(
+    captures: list[Capture], selections: Mapping[Any, Selection], prompt_length: int
+) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
     """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and those at generated positions."""
     groups: dict[Any, set[Key]] = {}
     for capture in captures:
         groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
     generated: set[Key] = set()
     codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
-    for selector, keys in groups.items():
-        rows = RowSelection.of(selector, prompt_length)
-        generated |= keys if rows.tail is not None else set()
-        before, place = np.unique(codes[rows.listed], return_inverse=True)
-        codes[rows.listed] = len(sets) + place
+    for positions, keys in groups.items():
+        rows = selections[positions]
+        generated |= keys if rows.generated else set()
+        before, place = np.unique(codes[rows.prompt], return_inverse=True)
+        codes[rows.prompt] = len(sets) + place
         sets += [sets[code] | keys for code in before.tolist()]
     return codes, sets, frozenset(generated)
 
@@ -325,21 +327,21 @@ class _Profiles:
                 self._without_placed[planes, phase] = self._make(planes, everywhere)
             profile = self._without_placed[planes, phase]
             if here:
-                ops = {point: self._with_captures(point, edits, profile.layout) for point, edits in here.items()}
-                profile = Profile(profile.ops | ops, profile.layout)
+                ops = {point: self._with_captures(point, edits, profile.planes) for point, edits in here.items()}
+                profile = Profile(profile.ops | ops, profile.planes)
             self._numbers[key] = len(self.list)
             self.list.append(profile)
         return self._numbers[key]
 
     def _make(self, planes: frozenset[Key], edits: _Ranked) -> Profile:
         in_order = sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after"))
-        layout = Layout.of(in_order, lambda key: plane_width(key, self._width, self._reads))
+        row = Planes.of(in_order, lambda key: plane_width(key, self._width, self._reads))
         points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)
-        ops = {point: self._with_captures(point, _in_order(edits.get(point, ())), layout) for point in points}
-        return Profile(ops, layout)
+        ops = {point: self._with_captures(point, _in_order(edits.get(point, ())), row) for point in points}
+        return Profile(ops, row)
 
-    def _with_captures(self, point: Point, edits: tuple[Op, ...], layout: Layout) -> tuple[Op, ...]:
-        planes = [layout.by_key.get((*point, when)) for when in ("before", "after")]
+    def _with_captures(self, point: Point, edits: tuple[Op, ...], row: Planes) -> tuple[Op, ...]:
+        planes = [row.by_key.get((*point, when)) for when in ("before", "after")]
         before, after = (
             [Op("capture", offset=plane.offset, program=self._reads.get(plane[:3]))] if plane else []
             for plane in planes
@@ -438,9 +440,7 @@ class PlanKeys:
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
     """The lowest captured position of the prompt, which cache hits must not pass; None if none is captured."""
-    prompts = [
-        RowSelection.of(selector, prompt_length).listed for selector in {capture.positions for capture in plan.captures}
-    ]
+    prompts = [Selection.of(each, prompt_length).prompt for each in {capture.positions for capture in plan.captures}]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 
 

@@ -37,6 +37,7 @@ from midstream.plan.fields import Span, span_positions
 from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer
 from midstream.plan.ops.edit import Intervention, changed, field_names
 from midstream.plan.program import Program
+from midstream.plan.selections import Selector
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
 from midstream.sites import LAYER_SITES, NotFinite, Point, comes_before
 
@@ -250,6 +251,8 @@ def _encoded(field: str, value: Any) -> Any:
             return ["program", value.digest]
         case Span():
             return [value.text, value.occurrence]
+        case Selector():
+            return ["selector", value.kind, value.options]
         case Consumer():
             return ["consumer", value.name, value.options]
         case tuple() if field == "to":
@@ -441,7 +444,7 @@ def _count(item: Intervention, num_layers: int) -> int:
 
 def _check_positions(item: Intervention, prompt_length: int | None, multimodal: bool) -> None:
     field, place = item.label(item.position_field), item.place
-    if place is None or isinstance(place, str):
+    if place is None or isinstance(place, (str, Selector)):
         return
     if multimodal and not item.is_of_generated:
         given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"

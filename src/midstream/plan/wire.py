@@ -28,6 +28,7 @@ from midstream.plan.captures import Capture, Consumer
 from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
 from midstream.plan.program import Program, read_constants, read_programs, written_constant, written_program
+from midstream.plan.selections import Selector, made
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
@@ -90,6 +91,8 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
             return {"run": value.id}
         case Span():
             return {"span": value.text} | ({"occurrence": value.occurrence} if value.occurrence else {})
+        case Selector():
+            return {"selector": value.kind} | ({"options": options} if (options := value.options) else {})
         case Consumer():
             return {"consumer": value.name} | ({"options": value.options} if value.options else {})
         case tuple():
@@ -245,6 +248,9 @@ class _Reader:
         if name == cls.function and value is not None:
             fields.mapping(place, value, ("program",))
             return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
+        if cls is Capture and name == "positions" and isinstance(value, dict) and "selector" in value:
+            fields.mapping(place, value, ("selector",), ("options",))
+            return made(place, value["selector"], fields.mapping(f"{place}.options", value.get("options", {})))
         if name == cls.position_field and isinstance(value, dict):
             fields.mapping(place, value, ("span",), ("occurrence",))
             with fields.errors_at(place):

@@ -240,7 +240,7 @@ class OutputReader:
 def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> None:
     """Make the outcomes of a trace's samples. What its plan captured is not the caller's."""
     samples = output.captures if isinstance(output.captures, list) else [output.captures]
-    nothing = output.captures = Captured.nothing(output.request_id)
+    nothing = output.captures = Captured(output.request_id)
     try:
         each = zip(output.outputs, samples, strict=True)
         result.outcomes = [ending(captured or nothing, len(sample.token_ids)) for sample, captured in each]

@@ -25,6 +25,7 @@ from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanE
 from midstream.lowering.kept import Ending
 from midstream.lowering.tiers import Lowering, lower_trace
 from midstream.plan.fields import nearest
+from midstream.plan.selections import Selector
 from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
@@ -219,10 +220,10 @@ class Delivery:
             for sample, planes in zip(output.outputs, captured, strict=True):
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
                 info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
-                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
+                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
                 stop = len(self._plan.prompt) + len(sample.token_ids) - 1
                 self._captures.append((capture, stop))
-                capture.add(planes.chunks())
+                capture.add(planes.rows())
                 capture.end(stop)
         except MidstreamError as error:
             result.error = error
@@ -679,6 +680,8 @@ def _params(params: dict[str, Any]) -> dict[str, Any]:
 def _positions(positions: Any) -> Any:
     if isinstance(positions, Span):
         return {"span": positions.text, "occurrence": positions.occurrence}
+    if isinstance(positions, Selector):
+        return {"selector": positions.kind, "options": positions.options}
     if isinstance(positions, str):
         return positions
     return [positions] if isinstance(positions, int) else list(positions)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from midstream.capture.consumers import Collected
-from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, routes
+from midstream.capture.rows import Routes, Rows, identity, routes
 from midstream.capture.sinks import destination
 from midstream.errors import (
     InterventionErrorGroup,
@@ -25,8 +25,10 @@ from midstream.errors import (
     PromptError,
     RequestErrorGroup,
 )
+from midstream.plan.captures import Planes
 from midstream.plan.compile import plane_width, reads_of
 from midstream.plan.ops.edit import changed
+from midstream.plan.selections import NO_POSITIONS
 from midstream.plan.values import (
     Capture,
     Edit,
@@ -381,26 +383,26 @@ class PreparedPlan:
     routes: Routes
     facts: ModelFacts
 
-    def empty_chunk(self) -> RowChunk:
-        """A chunk without rows. It tells sinks and outputs which sites are captured, even if no row is computed."""
-        selected = (self.routes.output, *(sink.selected for sink in self.routes.sinks))
-        keys = dict.fromkeys(key for rows in selected for key in rows)
+    def no_rows(self) -> Rows:
+        """Tells sinks and outputs which sites are captured, even if no row is computed."""
+        keys = dict.fromkeys(key for _, selected in self.routes for key in selected)
         dtype = getattr(torch, self.facts.dtype)
         has_programs = any(capture.program is not None for capture in self.plan.captures)
         plan = self.plan.normal(self.facts.num_layers, len(self.prompt)) if has_programs else Plan()
         reads = reads_of(plan.captures)
-        return empty_chunk(keys, lambda key: plane_width(key, lambda *at: self.facts.widths[at], reads), dtype)
+        planes = Planes.of(keys, lambda key: plane_width(key, lambda *at: self.facts.widths[at], reads))
+        return Rows(NO_POSITIONS, planes, torch.empty(0, planes.width, dtype=dtype))
 
     def recorded_run(self, run_id: str, name: str) -> RecordedRun:
         """The handle of the run that this plan's captured rows are kept as."""
-        selected = self.routes.output
+        (_, selected), *_ = self.routes
         return RecordedRun(
             name,
             run_id,
             tuple(self.prompt),
             tuple(dict.fromkeys(site for site, _, _ in selected)),
             tuple(sorted({layer for _, layer, _ in selected})),
-            tuple(next(iter(selected.values())).listed.tolist()),
+            tuple(next(iter(selected.values())).prompt.tolist()),
         )
 
 
@@ -474,8 +476,8 @@ class Planner:
         check(plan, self.facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
         plan = with_digests(plan, self._vectors.digests)
         found = routes(plan.captures, len(ids), range(self.facts.num_layers))
-        for sink in found.sinks:
-            destination(sink.to)  # raises CaptureError for a consumer that is not installed
+        for to, _ in found[1:]:
+            destination(to)  # raises CaptureError for a consumer that is not installed
         return PreparedPlan(plan, ids, found, self.facts)
 
     def _without_missing_layers(self, plan: Plan) -> Plan:
@@ -494,6 +496,6 @@ class Planner:
 
 def _bytes(prepared: PreparedPlan) -> int:
     """About how many bytes the routes take."""
-    ways = (prepared.routes.output, *(sink.selected for sink in prepared.routes.sinks))
-    rows = {id(selected): selected.listed.nbytes for way in ways for selected in way.values()}
+    ways = [selected for _, selected in prepared.routes]
+    rows = {id(selection): selection.prompt.nbytes for way in ways for selection in way.values()}
     return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))

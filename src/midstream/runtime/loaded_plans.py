@@ -1,22 +1,23 @@
-"""Plans in the tables. Requests with the same plan share one `LoadedPlan`. If it lists positions, their prompts must have one length, too.
+"""Plans in the tables. Requests share one `LoadedPlan` if they have the same plan, and it does the same at the ends of their prompts.
 
 A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from midstream.plan.captures import POSITIONS
+from midstream.errors import CaptureError
 from midstream.plan.compile import CompiledPlan, Profile, Reach
+from midstream.plan.selections import NO_POSITIONS, Selection, Selector, selected_of_prompt
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
@@ -28,20 +29,34 @@ _IDLE = 128  # plans without a request that stay loaded
 _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 
+class Acting(NamedTuple):
+    """What acts at some positions of a request, the same on all ranks.
+
+    Attributes:
+        sites: those in the graphs.
+        off_graph: those outside of the graphs.
+        programs: those in the graphs.
+    """
+
+    sites: frozenset[str]
+    off_graph: frozenset[str]
+    programs: frozenset[ProgramAt]
+
+
 @dataclass(eq=False)
 class LoadedPlan:
-    """A plan in the tables, for prompts of one length or of any length.
+    """A plan in the tables, for the prompts of one `_shape`.
 
     Attributes:
         prompt: int32, the numbers of the profiles of the prompt's last positions, and of generated positions that edits name. Earlier
             positions have the first of these profiles.
         generated: the number of the profile of all other generated positions.
+        acts: bool, whether it does anything, on any rank, at each of the positions of `prompt`.
+        acting: what acts at those positions, and what at all other generated ones.
+        capturing: the profiles that keep rows.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
-        off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
-        programs: those in the graphs of any rank that run in its prompt and at generated positions.
-        acting: the other sites with ops there; on all ranks the same, as `off_graph` is.
         runs: the recorded runs that it reads.
-        reach: where it acts in the whole model, the same on all ranks.
+        selectors: choose the rows of generated positions to capture; empty if all are captured or none.
         named: how many generated positions have profiles among `prompt`.
         users: requests that have it.
     """
@@ -50,15 +65,17 @@ class LoadedPlan:
     slots: ProfileSlots
     prompt: np.ndarray
     generated: int
+    acts: np.ndarray
+    acting: tuple[Acting, Acting]
+    capturing: frozenset[int]
     hooked: list[Point]
-    off_graph: tuple[frozenset[str], frozenset[str]]
-    programs: tuple[frozenset[ProgramAt], frozenset[ProgramAt]]
-    acting: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
-    reach: Reach
+    selectors: tuple[Selector, ...]
     named: int
     users: int = 0
     key: Any = None
+    # What `selects` returns for the first numbers.
+    _selected: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
@@ -71,55 +88,39 @@ class LoadedPlan:
             return found
         return np.concatenate([found, np.full(stop - length, self.generated, np.int32)])
 
-    def kept(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
-        if not self._capturing:
-            return []
-        if start >= length + self.named:
-            return [(self.generated, start, stop - start)] if self.captures_generated is not None else []
-        profiles = self.profiles(start, stop, length)
-        assert not isinstance(profiles, int)
-        edges = [0, *(np.flatnonzero(np.diff(profiles)) + 1).tolist(), len(profiles)]
-        found = [(int(profiles[at]), start + at, end - at) for at, end in pairwise(edges)]
-        return [stretch for stretch in found if stretch[0] in self._capturing]
+    def acting_in(self, start: int, stop: int, length: int) -> list[Acting]:
+        """What acts at the positions `start` to `stop` of a request whose prompt has `length`."""
+        length += self.named
+        before = length - len(self.prompt)
+        first, end = max(start - before, 0), max(min(stop, length) - before, 1)
+        in_prompt = start < length and bool(self.acts[first:end].any())
+        return [*self.acting[:1] * in_prompt, *(self.acting_later if stop > length else ())]
 
     @cached_property
-    def _capturing(self) -> set[int]:
-        """The profiles that keep rows."""
-        pairs = zip(self.slots.ids.tolist(), self.slots.compiled.profiles, strict=True)
-        return {number for number, profile in pairs if profile.row_width}
+    def acting_later(self) -> tuple[Acting, ...]:
+        """What acts at generated positions that have no profiles among `prompt`."""
+        return self.acting[1:] * any(self.acting[1])
+
+    def selects(self, number: int) -> bool:
+        """Whether one of `selectors` selects the generated token of this number. A selector that fails does: then the client raises."""
+        if number >= len(self._selected):
+            numbers = np.arange(max(2 * number, 256))
+            try:
+                self._selected = Selection(NO_POSITIONS, 0, self.selectors).mask(numbers)
+            except CaptureError:
+                self._selected = np.ones(numbers.size, bool)
+        return bool(self._selected[number])
 
     @cached_property
     def captures_generated(self) -> int | None:
         """The number of the profile that keeps the rows of generated positions; None if they are not captured."""
-        return self.generated if self.generated in self._capturing else None
-
-    def last(self, length: int) -> int | None:
-        """The position behind the last one that is captured: 0 if none is, None if generated ones are."""
-        if self.captures_generated is not None:
-            return None
-        return length + self.named - self._uncaptured if self._uncaptured is not None else 0
+        return self.generated if self.generated in self.capturing else None
 
     @cached_property
-    def _uncaptured(self) -> int | None:
-        """How many of the positions with profiles of their own come after the last captured one; None if none is captured."""
-        captured = np.flatnonzero(np.isin(self.prompt, list(self._capturing)))
-        return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else None
-
-    @cached_property
-    def _acting(self) -> np.ndarray:
-        """`[len(prompt) + 1]`: entry i tells at how many of the first i entries of `prompt` the plan acts."""
-        return np.concatenate([[0], np.cumsum(self.reach.prompt)])
-
-    def acts(self, start: int, stop: int, length: int) -> tuple[bool, bool]:
-        """Whether it does anything at those among `start` to `stop` that have profiles of their own, and whether at the others."""
-        length += self.named
-        in_prompt = start < length
-        if in_prompt:
-            before = length - len(self.prompt)
-            first, end = max(start - before, 0), max(min(stop, length) - before, 1)
-            in_prompt = bool(self._acting[first] < self._acting[end])
-        return in_prompt, stop > length and self.reach.generated
+    def uncaptured(self) -> int:
+        """How many of the positions of `prompt` come after the last captured one; more than there are if none is captured."""
+        captured = np.flatnonzero(np.isin(self.prompt, list(self.capturing)))
+        return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else 1 << 62
 
     @cached_property
     def profile_count(self) -> int:
@@ -161,8 +162,7 @@ class LoadedPlans:
 
     def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
-        length = _compiled_length(payload.plan, length)
-        key = (payload.wire, length)
+        key = (payload.wire, _shape(payload.plan, length))
         loaded = self._loaded.get(key)
         if loaded is None:
             loaded = self._make(payload, length, row)
@@ -196,50 +196,64 @@ class LoadedPlans:
     def _make(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
-        reach = compiled.reach
-        points = reach.prompt_points, reach.generated_points
-        off_graph = self._off_graph(points[0]), self._off_graph(points[1])
+        first = min(_first(compiled.prompt, compiled.acts), length - 1)
+        in_prompt, generated = compiled.reach
+        numbers = slots.ids.tolist()
         return LoadedPlan(
             plan,
             slots,
-            slots.ids[compiled.prompt],
-            int(slots.ids[compiled.generated]),
-            self._hooked(_points(compiled.profiles)),
-            off_graph,
+            slots.ids[compiled.prompt[first:]],
+            numbers[compiled.generated],
+            compiled.acts[first:],
             (
-                self._programs(compiled, set(compiled.prompt.tolist()), reach.prompt_programs),
-                self._programs(compiled, {compiled.generated}, reach.generated_programs),
+                self._acting(compiled, set(compiled.prompt.tolist()), in_prompt),
+                self._acting(compiled, {compiled.generated}, generated),
             ),
-            (_sites(points[0]) - off_graph[0], _sites(points[1]) - off_graph[1]),
+            frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.row_width),
+            self._hooked(_points(compiled.profiles)),
             [run.id for run in plan.runs],
-            reach,
+            _choosing(plan),
             len(compiled.prompt) - length,
         )
 
-    def _programs(
-        self, compiled: CompiledPlan, numbers: Collection[int], points: Collection[Point]
-    ) -> frozenset[ProgramAt]:
-        """The programs of some profiles in the graphs, and those at `points` on other stages, whose forms are not known here."""
+    def _acting(self, compiled: CompiledPlan, numbers: Collection[int], reach: Reach) -> Acting:
+        """What acts at positions with these profiles. Of programs on other stages the form is not known here."""
+        off_graph = self._off_graph(reach.points)
         mine = {at for number in numbers for at, *_ in programs_at(compiled.profiles[number])}
-        others = {ProgramAt(point, "edit", 0, "") for point in points if point not in self._tables.index}
-        return frozenset(at for at in mine | others if at.point in self._built_in)
+        others = {ProgramAt(point, "edit", 0, "") for point in reach.programs if point not in self._tables.index}
+        return Acting(
+            frozenset(site for site, _ in reach.points) - off_graph,
+            off_graph,
+            frozenset(at for at in mine | others if at.point in self._built_in),
+        )
 
 
-def _compiled_length(plan: Plan, length: int) -> int:
-    """The prompt length to compile a plan for.
-
-    A plan that lists no positions of the prompt treats all of them alike, except perhaps the last. So one or two stand for prompts of any
-    length.
+def _shape(plan: Plan, length: int) -> Any:
+    """Equal for prompts of two lengths if the plan does the same at their last positions, and at all earlier ones what it does at the
+    first of these. So one loaded plan is enough for both.
     """
-    selected = {capture.positions for capture in plan.captures}
-    names_positions = any(edit.place is not None and not edit.is_of_generated for edit in plan.edits)
-    if names_positions or not selected <= set(POSITIONS):
+    if any(isinstance(item.place, tuple) and not item.is_of_generated for item in plan.interventions):
         return length
-    return 2 if "last_prompt" in selected else 1
+    return tuple(_end_of(each, length) for each in dict.fromkeys(capture.positions for capture in plan.captures))
 
 
-def _sites(points: Collection[Point]) -> frozenset[str]:
-    return frozenset(site for site, _ in points)
+@functools.lru_cache(256)
+def _end_of(positions: Any, length: int) -> bytes:
+    """Which positions a capture selects of a prompt, without those before the last one of the first that it treats alike."""
+    mask = selected_of_prompt(positions, length)
+    return mask[_first(mask) :].tobytes()
+
+
+def _choosing(plan: Plan) -> tuple[Selector, ...]:
+    """As `LoadedPlan.selectors`."""
+    asked = {capture.positions for capture in plan.captures if capture.selects_generated}
+    return () if any(isinstance(positions, str) for positions in asked) else tuple(asked)
+
+
+def _first(*each: np.ndarray) -> int:
+    """The last of the positions at which the arrays have the values that they begin with."""
+    differ = np.logical_or.reduce([array[1:] != array[:-1] for array in each])
+    return int(differ.argmax()) if differ.any() else max(len(each[0]) - 1, 0)
 
 
 def _points(profiles: Collection[Profile]) -> list[Point]:

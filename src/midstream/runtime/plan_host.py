@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.capture.rows import Piece
+from midstream.capture.rows import Rows, in_order
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
@@ -21,10 +20,11 @@ from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
-from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
+from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
-from midstream.runtime.tables import Rows, Tables
+from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite, Point
+from midstream.trace.rows import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class PlanHost:
         self._speculative = speculative
         self._requests: dict[str, PlannedRequest] = {}
         self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
-        self._batches = RepeatedBatches()
+        # By the first request, those that may repeat: a pipeline runs several at a time, one for each stage, in turns.
+        self._batches: dict[str, RepeatedBatch] = {}
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
@@ -106,8 +107,9 @@ class PlanHost:
 
     def repeat(self, scheduler_output: Any) -> bool:
         """If the coming step repeats an earlier one, a token further, decide as then. Returns whether it does."""
-        batch = self._batches.find(scheduler_output)
-        if batch is None:
+        cached = scheduler_output.scheduled_cached_reqs
+        batch = self._batches.get(cached.req_ids[0]) if cached.req_ids else None
+        if batch is None or not batch.repeats(scheduler_output):
             return False
         self._batch, self.step_is_planned, self.acting = batch, batch.active, batch.acting
         if batch.active:
@@ -128,10 +130,11 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            state = self.acting, self.step_is_planned, self.hooks.on
-            self._batch = self._batches.remember(cached.req_ids, *state)
+            ids = list(cached.req_ids)
+            self._batch = RepeatedBatch(ids, self.acting, self.step_is_planned, self.hooks.on)
+            self._batches[ids[0]] = self._batch
         else:  # prompts begin, or are computed again: every step is decided until they are done
-            self._batches.forget()
+            self._batches.clear()
 
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
@@ -170,19 +173,14 @@ class PlanHost:
                 continue
             loaded, start = request.loaded, computed[name]
             stop = start + count
-            in_prompt, in_generated = False, loaded.reach.generated  # the usual case: a generated token
-            if start < request.end:
-                in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
-            self.step_is_planned = self.step_is_planned or in_prompt or in_generated
-            if in_prompt:
-                off_graph |= loaded.off_graph[0]
-                acting |= loaded.acting[0]
-                programs |= loaded.programs[0]
-            if in_generated:
-                off_graph |= loaded.off_graph[1]
-                acting |= loaded.acting[1]
-                programs |= loaded.programs[1]
+            # Usually it generates a token.
+            later = start >= request.end
+            for part in loaded.acting_later if later else loaded.acting_in(start, stop, request.length):
+                self.step_is_planned = True
+                off_graph |= part.off_graph
+                acting |= part.sites
+                programs |= part.programs
         self.acting = frozenset(acting).union(map(self.tables.programs.recordable, programs))
         for site in off_graph:
             self.hooks.warn_once(site)
@@ -196,81 +194,84 @@ class PlanHost:
         batch = self._prepared
         return batch is not None and batch.is_laid_out(request_ids, total)
 
-    def begin_step(self, view: StepView) -> None:
+    def begin_step(self, layout: Layout) -> None:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
-        if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
-            batch.laid_out = list(view.request_ids)
-            batch.rows = Rows(self._lay_out(view, all_generated=True), again=True)
-        rows = batch.rows if batch is not None else Rows(self._lay_out(view))
+        if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
+            batch.laid_out = list(layout.request_ids)
+            batch.rows = RowProfiles(self._lay_out(layout), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout))
         assert rows is not None
-        self.tables.begin_step(rows, self._places(view, batch is not None) if self._capturing else None)
+        places = self._places(layout, rows.profile_T, batch is not None) if self._capturing else None
+        self.tables.begin_step(rows, places)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
-    def _lay_out(self, view: StepView, all_generated: bool = False) -> np.ndarray:
-        """int32 `[view.total]`, the profile of each row. `all_generated`: whether each request generates one token."""
-        profile = np.zeros(view.total, np.int32)
-        if all_generated:
-            known = map(self._requests.get, view.request_ids)
-            profile[: len(view.request_ids)] = [request.loaded.generated if request else 0 for request in known]
-            return profile
-        for scheduled in view.requests:
-            if (request := self._requests.get(scheduled.request_id)) is not None:
-                start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-                profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
+    def _lay_out(self, layout: Layout) -> np.ndarray:
+        """int32 `[layout.total]`, the profile of each row."""
+        profile = np.zeros(layout.total, np.int32)
+        for name, rows in layout.each:
+            if (request := self._requests.get(name)) is not None:
+                profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
         return profile
 
-    def _places(self, view: StepView, all_generated: bool) -> np.ndarray | None:
-        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
+    def _places(self, layout: Layout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
+        """int64 `[layout.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
 
-        `all_generated`: as of `_lay_out`.
+        Args:
+            profile_T: the profile of each row.
+            all_generated: whether each request generates one token.
         """
-        places = np.zeros(view.total, np.int64)
+        places = np.zeros(layout.total, np.int64)
         self._has_due = not all_generated
         if all_generated:
-            each = zip(map(self._requests.get, view.request_ids), view.computed.tolist(), strict=True)
-            places[: len(view.request_ids)] = [self._next_place(request, at) if request else 0 for request, at in each]
+            each = zip(map(self._requests.get, layout.request_ids), layout.computed.tolist(), strict=True)
+            places[: len(layout.request_ids)] = [
+                self._next_place(request, at) if request else 0 for request, at in each
+            ]
             return places if places.any() else None
-        # profile -> (request, first row, rows, position)
-        wanted: dict[int, list[tuple[PlannedRequest, int, int, int]]] = {}
-        for scheduled in view.requests:
-            request = self._requests.get(scheduled.request_id)
+        # profile -> (request, rows, position of row 0)
+        found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
+        for name, scheduled in layout.each:
+            request, start = self._requests.get(name), scheduled.first_position
             if request is None or request.has_all:
                 continue
-            start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-            if stop == start + 1 and start >= request.end:
+            if scheduled.stop == scheduled.start + 1 and start >= request.end:
                 places[scheduled.start] = self._next_place(request, start)
                 continue
-            fresh = max(start, request.captured)
-            request.captured = max(stop, request.captured)
-            for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
-                wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
-        for number, parts in wanted.items():
-            layout = self.tables.profiles[number].layout
-            requests, starts, counts, positions = zip(*parts, strict=True)
-            ends = np.cumsum(counts)
-            firsts = ends - counts  # each part's first row in the block
-            rows = np.repeat(starts - firsts, counts) + np.arange(ends[-1])
-            block = self._block(number, len(rows))
-            places[rows] = block.data_ptr() + np.arange(len(rows)) * (block.shape[1] * block.element_size())
-            for request, count, position, first in zip(requests, counts, positions, firsts.tolist(), strict=True):
-                request.add(Piece(position, layout, block, first, count))
+            fresh = scheduled.start + max(request.captured - start, 0)
+            request.captured = max(scheduled.end, request.captured)
+            numbers = profile_T[fresh : scheduled.stop]
+            for number in request.loaded.capturing.intersection(np.unique(numbers).tolist()):
+                rows = fresh + np.flatnonzero(numbers == number)
+                found.setdefault(number, []).append((request, rows, start - scheduled.start))
+        for number, parts in found.items():
+            planes, first = self.tables.profiles[number].planes, 0
+            all_rows = np.concatenate([rows for _, rows, _ in parts])
+            block = self._block(number, len(all_rows))
+            places[all_rows] = block.data_ptr() + np.arange(len(all_rows)) * (block.shape[1] * block.element_size())
+            for request, rows, before in parts:
+                request.add(Rows(rows + before, planes, block, first))
+                first += len(rows)
         return places if places.any() else None
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:
         """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
-        number = request.loaded.captures_generated
+        loaded = request.loaded
+        number = loaded.captures_generated
         if number is None or request.captured > position:
+            return 0
+        request.captured = position + 1
+        if loaded.selectors and not loaded.selects(position - request.length):
             return 0
         page = request.page
         if page is None or not page.left:
             request.close_page()
             profile = self.tables.profiles[number]
-            row_bytes = profile.row_width * self._dtype.itemsize
-            page = request.page = Page(partial(self._block, number), row_bytes, profile.layout, position)
-        request.captured = position + 1
+            rows = Page.rows(profile.row_width * self._dtype.itemsize)
+            page = request.page = Page(self._block(number, rows), profile.planes)
         request.size += page.row_bytes
         self._has_due = self._has_due or request.size >= DUE_BYTES
+        page.positions.append(position)
         address = page.address
         page.address, page.left = address + page.row_bytes, page.left - 1
         return address
@@ -279,10 +280,10 @@ class PlanHost:
         """New memory for `rows` captured rows of a profile."""
         return torch.empty(rows, self.tables.profiles[number].row_width, dtype=self._dtype, device=self._device)
 
-    def take_rows(self, name: str) -> list[Piece]:
+    def take_rows(self, name: str) -> list[Rows]:
         """The rows of a request that the coming forward captures for its trace. To be called once they have their places."""
         request = self._requests.get(name)
-        return request.take_pieces() if request is not None and request.payload.behind else []
+        return request.take_rows() if request is not None and request.payload.behind else []
 
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
@@ -298,11 +299,11 @@ class PlanHost:
             request.complete = request.has_all
             self._capturing -= request.complete
             if request.payload.behind:
-                request.take_pieces()  # drop them: the trace that would have taken them is over
+                request.take_rows()  # drop them: the trace that would have taken them is over
             elif request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
-                self.captures.send(name, request.payload, request.take_pieces(), request.complete, confirmed)
+                self.captures.send(name, request.payload, request.take_rows(), request.complete, confirmed)
         self.captures.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -332,7 +333,7 @@ class PlanHost:
                 self.captures.fail(name, payload, str(error))
 
     def _begin(self, name: str, payload: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
-        if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
+        if self._speculative and any(capture.selects_generated for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
         if payload.record is not None:
             check_recorded(plan)
@@ -414,7 +415,7 @@ class PlanHost:
             if request.payload.record is not None:
                 self._keep(request)
             is_sent = unsent and not request.payload.behind
-            self.captures.end(name, request.payload, tokens, request.take_pieces() if is_sent else None)
+            self.captures.end(name, request.payload, tokens, request.take_rows() if is_sent else None)
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:
@@ -424,14 +425,13 @@ class PlanHost:
     def _keep(self, request: PlannedRequest) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.payload.record is not None
-        pieces = request.take_pieces()
+        captured = request.take_rows()
         plan, length = request.loaded.plan, request.length
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
-            chunks = [piece.chunk for piece in pieces]
-            keys = chunks[0].layout.by_key if chunks else ()  # pieces of a recorded run have one layout
-            rows = {key[:2]: torch.cat([chunk.plane(key) for chunk in chunks]) for key in keys}
-            self.runs.add(recorded_run(request.payload.record, plan, length, layers, rows, widths, size))
+            keys = captured[0].planes.by_key if captured else ()  # all rows of a recorded run have the same planes
+            planes = {key[:2]: in_order([rows.plane(key) for rows in captured], captured) for key in keys}
+            self.runs.add(recorded_run(request.payload.record, plan, length, layers, planes, widths, size))
 
     def gauges(self) -> dict[str, int]:
         """What is alive; all but `runs` and `vectors` zero when no planned request is."""

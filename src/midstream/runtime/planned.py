@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from midstream.capture.rows import Piece
-from midstream.plan.captures import Layout
+from midstream.capture.rows import Rows
+from midstream.plan.captures import Planes
 from midstream.runtime.loaded_plans import LoadedPlan
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.store import Sources
@@ -18,34 +18,37 @@ _PAGE_ROWS = 4, 64  # the fewest and the most rows of a page; between them, `_PA
 
 
 class Page:
-    """Memory for captured rows of one request at consecutive positions, one row for each step.
+    """Memory for the captured rows of one request's generated tokens. A step adds a row, and only a full page costs an allocation.
 
     Args:
-        make: allocates `[rows, width]` for a number of rows.
-        position: of the first row.
+        block: `[rows, width]`, not filled yet.
+        planes: of each row.
 
     Attributes:
+        positions: of the rows that have their places.
         address: where the next row is written.
         left: how many rows still fit.
-        row_bytes: the size of a row.
     """
 
-    __slots__ = ("_block", "_first", "_layout", "_position", "address", "left", "row_bytes")
+    __slots__ = ("_first", "address", "block", "left", "planes", "positions", "row_bytes")
 
-    def __init__(self, make: Callable[[int], torch.Tensor], row_bytes: int, layout: Layout, position: int) -> None:
-        least, most = _PAGE_ROWS
-        self.left = max(min(_PAGE_BYTES // row_bytes, most), least)
-        self._block = make(self.left)
-        self.row_bytes, self.address = row_bytes, self._block.data_ptr()
-        self._layout, self._position = layout, position
+    def __init__(self, block: torch.Tensor, planes: Planes) -> None:
+        self.block, self.planes = block, planes
+        self.row_bytes = block.shape[1] * block.element_size()
+        self.address, self.left = block.data_ptr(), len(block)
+        self.positions: list[int] = []
         self._first = 0  # index of the first row that has not been taken
 
-    def take(self) -> list[Piece]:
+    @staticmethod
+    def rows(row_bytes: int) -> int:
+        """How many rows a page has."""
+        least, most = _PAGE_ROWS
+        return max(min(_PAGE_BYTES // row_bytes, most), least)
+
+    def take(self) -> list[Rows]:
         """The rows since the last call, in one piece, if there are any."""
-        first, self._first = self._first, len(self._block) - self.left
-        number, position = self._first - first, self._position
-        self._position += number
-        return [Piece(position, self._layout, self._block, first, number)] if number else []
+        first, self._first = self._first, len(self.positions)
+        return [Rows(np.array(fresh), self.planes, self.block, first)] if (fresh := self.positions[first:]) else []
 
 
 @dataclass(eq=False)
@@ -59,7 +62,7 @@ class PlannedRequest:
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
         stops_at_text: whether a stop string may end it.
-        pieces: captured rows that are not sent yet, except those in `page`.
+        rows: captured ones that are not sent yet, except those in `page`.
         page: holds the last captured rows of generated tokens.
         size: bytes of the rows that are not sent.
     """
@@ -72,7 +75,7 @@ class PlannedRequest:
     computed: int = 0
     complete: bool = False
     stops_at_text: bool = False
-    pieces: list[Piece] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
     page: Page | None = None
     size: int = 0
 
@@ -84,22 +87,22 @@ class PlannedRequest:
     @property
     def has_all(self) -> bool:
         """Whether no further row is to be captured."""
-        last = self.loaded.last(self.length)
-        return last is not None and self.captured >= last
+        loaded = self.loaded
+        return loaded.captures_generated is None and self.captured >= self.end - loaded.uncaptured
 
-    def add(self, piece: Piece) -> None:
+    def add(self, rows: Rows) -> None:
         self.close_page()
-        self.pieces.append(piece)
-        self.size += piece.size
+        self.rows.append(rows)
+        self.size += rows.nbytes
 
     def close_page(self) -> None:
-        """Move the page's rows to `pieces`. The next row begins a new page."""
+        """Move the page's rows to `rows`. The next row begins a new page."""
         if self.page is not None:
-            self.pieces += self.page.take()
+            self.rows += self.page.take()
             self.page = None
 
-    def take_pieces(self) -> list[Piece]:
+    def take_rows(self) -> list[Rows]:
         """The rows that are not sent."""
-        pieces = [*self.pieces, *(self.page.take() if self.page is not None else ())]
-        self.pieces, self.size = [], 0
-        return pieces
+        rows = [*self.rows, *(self.page.take() if self.page is not None else ())]
+        self.rows, self.size = [], 0
+        return rows

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from midstream.capture.consumers import CaptureInfo, find_consumer
-from midstream.capture.rows import Piece, Route, Routes, RowChunk, routes
+from midstream.capture.rows import NO_ROUTES, Rows, routes
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.values import Consumer, Plan
@@ -35,7 +36,7 @@ _FEW_PIECES = 4
 _QUEUE_BYTES = 256 << 20
 
 
-_Queued = tuple[Header, list[Piece], str | None]  # (header, pieces, error)
+_Queued = tuple[Header, list[Rows], str | None]  # (header, rows, error)
 
 
 class CaptureSender:
@@ -81,25 +82,23 @@ class CaptureSender:
             self._begun.add(name)
             self.local.begin(name, plan, prompt_token_ids)
 
-    def send(
-        self, name: str, request: PlanRequest, pieces: Sequence[Piece], complete: bool, confirmed: int = 0
-    ) -> None:
+    def send(self, name: str, request: PlanRequest, rows: Sequence[Rows], complete: bool, confirmed: int = 0) -> None:
         """Rows of a request; `complete` if they are its last. Rows at positions below `confirmed` are the user's for good."""
         if name in self._begun:
             assert self.local is not None
-            self.local.rows(name, [piece.chunk for piece in _joined(pieces)], confirmed)
+            self.local.rows(name, _joined(rows), confirmed)
         else:
-            self._tell_client(name, request, pieces, complete, confirmed)
+            self._tell_client(name, request, rows, complete, confirmed)
 
-    def end(self, name: str, request: PlanRequest, tokens: int | None, pieces: Sequence[Piece] | None) -> None:
+    def end(self, name: str, request: PlanRequest, tokens: int | None, rows: Sequence[Rows] | None) -> None:
         """The request is over.
 
         Args:
             tokens: how many it had, if that is known; the last of them has no row.
-            pieces: its last rows; None if all were sent before.
+            rows: its last ones; None if all were sent before.
         """
-        if pieces is not None:
-            self.send(name, request, pieces, True)
+        if rows is not None:
+            self.send(name, request, rows, True)
         if name in self._begun:
             self._end_local(name, tokens - 1 if tokens is not None else None)
 
@@ -125,7 +124,7 @@ class CaptureSender:
                 together: list[_Queued] = []
                 while queue and (not together or size < MESSAGE_BYTES):
                     together.append(queue.pop(0))
-                    size += sum(piece.size for piece in together[-1][1])
+                    size += sum(rows.nbytes for rows in together[-1][1])
                 sender.send_together(_messages(together))
         except ChannelClosedError as error:
             _log.warning("Captured rows are lost: %s", error)
@@ -152,47 +151,37 @@ class CaptureSender:
         self,
         name: str,
         request: PlanRequest,
-        pieces: Sequence[Piece],
+        rows: Sequence[Rows],
         final: bool,
         confirmed: int = 0,
         error: str | None = None,
     ) -> None:
         if self._sends and request.capture is not None:
             header = Header(request.capture, name, final, self._stage, confirmed)
-            self._queue.append((header, _joined(pieces), error))
+            self._queue.append((header, _joined(rows), error))
 
 
 def _messages(queue: Sequence[_Queued]) -> list[tuple[Header, Any]]:
     leaving: Counter[int] = Counter()
-    for _, pieces, _ in queue:
-        for piece in pieces:
-            leaving[id(piece.block)] += piece.number
+    for _, each, _ in queue:
+        for rows in each:
+            leaving[id(rows.block)] += len(rows.positions)
 
-    def sent(piece: Piece) -> tuple[Any, ...]:
-        together, whole = leaving[id(piece.block)], len(piece.block)
-        if together > piece.number and 2 * together > whole:  # most of the block goes now: send it whole, once
-            return tuple(piece)
-        return piece.position, piece.layout, piece.rows, 0, piece.number
+    def sent(rows: Rows) -> tuple[Any, ...]:
+        together, whole = leaving[id(rows.block)], len(rows.block)
+        if together > len(rows.positions) and 2 * together > whole:  # most of the block goes now: send it whole, once
+            return tuple(rows)
+        return rows.positions, rows.planes, rows.values
 
-    return [(header, {"pieces": list(map(sent, pieces)), "error": error}) for header, pieces, error in queue]
+    return [(header, {"rows": list(map(sent, each)), "error": error}) for header, each, error in queue]
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same rows; if there are many pieces, those of consecutive steps in one."""
+def _joined(pieces: Sequence[Rows]) -> list[Rows]:
+    """The same rows; if there are many pieces, those with the same planes that come one after another in one."""
     if len(pieces) <= _FEW_PIECES:
         return list(pieces)
-    joined: list[Piece] = []
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.layout is piece.layout and last.position + last.number == piece.position:
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    for run in runs:
-        block = torch.cat([piece.rows for piece in run])
-        joined.append(Piece(run[0].position, run[0].layout, block, 0, len(block)))
-    return joined
+    runs = [list(run) for _, run in groupby(pieces, key=lambda rows: id(rows.planes))]
+    return [Rows.joined(run, torch.cat) for run in runs]
 
 
 class LocalSinks:
@@ -223,28 +212,27 @@ class LocalSinks:
             name = engine_id
         self._names[engine_id] = name
         info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
-        everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
+        everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers))[1:]
         # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
         here = tuple(
-            Route(way.to, {key: rows for key, rows in way.selected.items() if key[1] in self._layers})
-            for way in everywhere
+            (to, {key: rows for key, rows in selected.items() if key[1] in self._layers}) for to, selected in everywhere
         )
 
         def job() -> None:
-            self._captures[engine_id] = RequestCapture(info, Routes({}, here), self._sinks, report=self._failed)
+            self._captures[engine_id] = RequestCapture(info, (*NO_ROUTES, *here), self._sinks, report=self._failed)
 
         self._put(engine_id, job)
 
-    def rows(self, engine_id: str, chunks: Sequence[RowChunk], confirmed: int = 0) -> None:
+    def rows(self, engine_id: str, each: Sequence[Rows], confirmed: int = 0) -> None:
         """Rows of a request, on the device. Consumers get those below position `confirmed` now, the others when the request ends."""
-        tensors = [chunk.rows for chunk in chunks]
+        tensors = [rows.values for rows in each]
         ready = mark_ready(tensors)
 
         def job() -> None:
             if (capture := self._captures.get(engine_id)) is not None:
-                capture.add((self._on_host(chunk, ready) for chunk in chunks), confirmed)
+                capture.add((self._on_host(rows, ready) for rows in each), confirmed)
 
-        self._put(engine_id, job, sum(each.nbytes for each in tensors))
+        self._put(engine_id, job, sum(tensor.nbytes for tensor in tensors))
 
     def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
         """The request is over: rows below position `stop` are the user's (None: all)."""
@@ -271,10 +259,10 @@ class LocalSinks:
         self._sinks.close()
         self._copier.close()
 
-    def _on_host(self, chunk: RowChunk, ready: Any) -> RowChunk:
-        host = torch.empty(chunk.rows.shape, dtype=chunk.rows.dtype)
-        finish(self._copier.begin(host.view(-1).view(torch.uint8), [chunk.rows], [0], ready))
-        return chunk._replace(rows=host)
+    def _on_host(self, rows: Rows, ready: Any) -> Rows:
+        host = torch.empty(rows.values.shape, dtype=rows.block.dtype)
+        finish(self._copier.begin(host.view(-1).view(torch.uint8), [rows.values], [0], ready))
+        return rows._replace(block=host, first=0)
 
     def _put(self, engine_id: str, job: Callable[[], None], size: int = 0) -> None:
         """Queue a job. If it fails, no more rows of that request are taken."""

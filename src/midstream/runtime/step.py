@@ -4,59 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from midstream.runtime.tables import Rows
+from midstream.runtime.tables import RowProfiles
 from midstream.sites import NotFinite, Point
-
-
-class Scheduled(NamedTuple):
-    """One request in the flat batch of a step.
-
-    Attributes:
-        request_id: the engine's id.
-        start, stop: its rows in the batch.
-        computed: how many of its tokens had been computed before.
-        place: its row among the logits and samples.
-    """
-
-    request_id: str
-    start: int
-    stop: int
-    computed: int
-    place: int
-
-
-@dataclass(frozen=True)
-class StepView:
-    """A step's batch, in which the requests' tokens lie one after another.
-
-    Attributes:
-        request_ids: the scheduled requests in the batch's order.
-        counts: `[requests]`, their rows in this step.
-        computed: `[requests]`, how many of their tokens had been computed before.
-        total: the rows of the batch, with padding.
-    """
-
-    request_ids: list[str]
-    counts: np.ndarray
-    computed: np.ndarray
-    total: int
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """`[requests]`, the first row of each."""
-        return np.cumsum(self.counts) - self.counts
-
-    @cached_property
-    def requests(self) -> tuple[Scheduled, ...]:
-        """The same, request by request."""
-        rows = zip(self.request_ids, self.starts.tolist(), self.counts.tolist(), self.computed.tolist(), strict=True)
-        return tuple(Scheduled(name, at, at + n, before, i) for i, (name, at, n, before) in enumerate(rows))
 
 
 class FiniteCheck:
@@ -148,45 +102,19 @@ class RepeatedBatch:
     active: bool
     hooked: bool
     laid_out: list[str] = field(default_factory=list)
-    rows: Rows | None = None
+    rows: RowProfiles | None = None
+
+    def repeats(self, scheduler_output: Any) -> bool:
+        """Whether the coming step is this batch again, one token further."""
+        cached = scheduler_output.scheduled_cached_reqs
+        return (
+            cached.req_ids == self.requests
+            and scheduler_output.total_num_scheduled_tokens == len(self.requests)
+            and not scheduler_output.scheduled_new_reqs
+            and not scheduler_output.finished_req_ids
+            and not cached.resumed_req_ids  # after a reset of the prefix cache, requests begin again between two steps
+        )
 
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
         return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
-
-
-class RepeatedBatches:
-    """The batches that may repeat. A pipeline runs several at a time, one for each stage, in turns."""
-
-    def __init__(self) -> None:
-        self._by_first: dict[str, RepeatedBatch] = {}  # by the first request; ended requests stay until `forget`
-
-    def find(self, scheduler_output: Any) -> RepeatedBatch | None:
-        """The earlier batch that the coming step repeats, one token further, if it repeats one."""
-        cached = scheduler_output.scheduled_cached_reqs
-        batch = self._by_first.get(cached.req_ids[0]) if cached.req_ids else None
-        if (
-            batch is None
-            or scheduler_output.scheduled_new_reqs
-            or scheduler_output.finished_req_ids
-            or scheduler_output.total_num_scheduled_tokens != len(batch.requests)
-            or cached.req_ids != batch.requests
-            or cached.resumed_req_ids  # after a reset of the prefix cache, requests begin again between two steps
-        ):
-            return None
-        return batch
-
-    def remember(
-        self,
-        requests: Sequence[str],
-        acting: frozenset[Any],
-        active: bool,
-        hooked: bool,
-    ) -> RepeatedBatch:
-        """A batch that may repeat. `requests` is not empty."""
-        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), acting, active, hooked)
-        return batch
-
-    def forget(self) -> None:
-        """No earlier batch may repeat as it was."""
-        self._by_first.clear()

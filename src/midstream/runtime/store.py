@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, PlanError
-from midstream.plan.captures import RowSelection
 from midstream.plan.ops.edit import point_of
+from midstream.plan.selections import Selection
 from midstream.plan.values import Named, Plan, RecordedRun
 from midstream.ranks.link import Link
 from midstream.runtime.points import Pipeline
@@ -208,6 +208,8 @@ def check_recorded(plan: Plan) -> None:
     """Raise PlanError if the plan's captures cannot be kept as a run."""
     if len({capture.positions for capture in plan.captures}) != 1:
         raise PlanError("A recorded run has the same positions of all its sites.")
+    if any(capture.selects_generated for capture in plan.captures):
+        raise PlanError("A recorded run has positions of the prompt.")
     if any(capture.program is not None for capture in plan.captures):
         raise PlanError("A recorded run keeps whole rows: Capture.program has to be None.")
 
@@ -231,7 +233,7 @@ def recorded_run(
         element_size: bytes.
     """
     captures = plan.normal(num_layers, length).captures
-    positions = RowSelection.of(captures[0].positions, length).listed.tolist()
+    positions = Selection.of(captures[0].positions, length).prompt.tolist()
     points = frozenset((capture.site, capture.layers[0]) for capture in captures)
     sizes = [len(positions) * element_size * sum(widths.get(point, 0) for point in points) for widths in stage_widths]
     run_id, name, owner = identity

@@ -63,11 +63,11 @@ class ProfileSlots:
 
 
 @dataclass(eq=False)
-class Rows:
-    """The rows of a batch.
+class RowProfiles:
+    """The profile of each row of a batch.
 
     Attributes:
-        profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
+        profile_T: int32 `[T]`, padding included; nobody writes to it afterwards.
         again: whether the batch may come again.
         prepared: what the tables keep for the next time.
         programs: as `HeldPrograms.of_step` returns them; None if not known yet.
@@ -94,7 +94,7 @@ class Tables:
         self.growths = 0
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
-        self._rows: Rows | None = None  # of the last step
+        self._rows: RowProfiles | None = None  # of the last step
         self.programs = HeldPrograms(device, self._upload_rows)
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
@@ -188,7 +188,7 @@ class Tables:
         """Note which of the rows are not finite."""
         raise NotImplementedError
 
-    def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
         """The coming forward's rows.
 
         Args:
@@ -201,7 +201,7 @@ class Tables:
             self._set_rows(rows)
         self._set_places(places, len(rows.profile_T))
 
-    def _set_rows(self, rows: Rows) -> None:
+    def _set_rows(self, rows: RowProfiles) -> None:
         """The rows differ from those of the step before."""
         raise NotImplementedError
 
@@ -411,7 +411,7 @@ class DeviceTables(Tables):
         self._set_behind(dict.fromkeys(slots.behind, 0))
         super().unload(slots)
 
-    def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
         if self._stale:
             old = slice(self._stale.start, self._stale.stop)
             self._upload(self._host[old], self._table[old])
@@ -422,7 +422,7 @@ class DeviceTables(Tables):
         self.programs.flush()
         super().begin_step(rows, places)
 
-    def _set_rows(self, rows: Rows) -> None:
+    def _set_rows(self, rows: RowProfiles) -> None:
         self._acting = None
         profile_T = self._profile_T[: len(rows.profile_T)]
         if rows.prepared is not None:
@@ -601,13 +601,13 @@ class CpuTables(Tables):
             del self._banks[number]
         super().unload(slots)
 
-    def _set_rows(self, rows: Rows) -> None:
+    def _set_rows(self, rows: RowProfiles) -> None:
         if rows.prepared is None:
             numbers = np.unique(rows.profile_T)
             rows.prepared = [(int(n), _index_of(np.nonzero(rows.profile_T == n)[0])) for n in numbers if n]
         self._groups = rows.prepared
 
-    def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
         super().begin_step(rows, places)
         self._overflow.clear()  # of an earlier step, on a stage that does not end the forward
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.arch import Architecture
-from midstream.capture.rows import Piece
+from midstream.capture.rows import Rows, in_order
 from midstream.errors import (
     NOT_FINITE,
     MidstreamError,
@@ -27,14 +27,14 @@ from midstream.ranks.stages import Stages
 from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
 from midstream.runtime.request import TraceRequest
 from midstream.runtime.sending import Reports
-from midstream.runtime.step import FiniteCheck, Scheduled, StepEnds, StepView
+from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.interleaver import BehindStep, Interleaver
 from midstream.trace.program import Failure, Outcome, Program, outcome, unship
-from midstream.trace.rows import FlatRows
+from midstream.trace.rows import FlatRows, Layout
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
 from midstream.trace.weights import on_device
@@ -148,17 +148,15 @@ class CapturedRows(NamedTuple):
     """The rows that a step captures for one request, whose bodies run behind it.
 
     Attributes:
-        number: how many.
-        first: the position of the first.
+        fresh: where they lie in the batch.
         last_row: where its logits and its sample are.
-        pieces: the rows; none if the bodies read no site.
+        rows: none if the bodies read no site.
     """
 
     bodies: list[str]
-    number: int
-    first: int
+    fresh: FlatRows
     last_row: FlatRows
-    pieces: list[Piece]
+    rows: list[Rows]
 
 
 class TraceHost:
@@ -212,7 +210,7 @@ class TraceHost:
         self._weights: dict[str, torch.Tensor] = {}  # of the client's, by digest, for traces that are to come
         self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
-        self._in_step: list[tuple[Scheduled, TracedRequest]] = []
+        self._in_step: dict[int, tuple[str, TracedRequest]] = {}  # by the place of the logits and the sample
         self._running: list[Interleaver] = []  # those with bodies in this step
         self._behind_points: dict[Key, list[Point]] = {}  # what was captured in this step, in the order of the forward
         self._order = {point: i for i, point in enumerate(points_of(arch))}
@@ -392,16 +390,16 @@ class TraceHost:
         assert stages is not None
         self._run_behind()
         self._end_interleavers()
-        for scheduled, request in self._in_step:
+        for name, request in self._in_step.values():
             request.generated += 1
             self._gather_done(request)
             if request.has_failed or not request.open_bodies:
-                self._end(scheduled.request_id, goes_on=True)
+                self._end(name, goes_on=True)
                 continue
             if request.trace.stream:
-                self._send_snapshot(scheduled.request_id, request)
+                self._send_snapshot(name, request)
             request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
-        self._in_step = []
+        self._in_step = {}
         self.step_is_traced = False
         self.reports.flush()
         stages.end_step(self._bodies)
@@ -483,7 +481,7 @@ class TraceHost:
 
     # Steps, called by the runner's adapter.
 
-    def begin_step(self, view: StepView, take_rows: Callable[[str], list[Piece]] = lambda name: []) -> None:
+    def begin_step(self, layout: Layout, take_rows: Callable[[str], list[Rows]] = lambda name: []) -> None:
         """The batch is laid out; the forward comes next.
 
         `take_rows` gives the rows of a request that the forward will capture for its trace.
@@ -491,35 +489,29 @@ class TraceHost:
         rows: dict[str, FlatRows] = {}
         replays: list[tuple[Journal, FlatRows]] = []
         last: dict[str, FlatRows] = {}
-        self._in_step, self._captured = [], []
+        self._in_step, self._captured = {}, []
         self._expects_logits = True
         self.interleaver.reachable = (
             None if self.step_is_uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
         )
-        for scheduled in view.requests:
-            name = scheduled.request_id
-            request = self._requests.get(name)
-            if request is None:
+        for place, (name, scheduled) in enumerate(layout.each):
+            if (request := self._requests.get(name)) is None:
                 continue
-            end = scheduled.computed + scheduled.stop - scheduled.start
-            fresh = scheduled.start + max(request.seen - scheduled.computed, 0)
-            if scheduled.computed < request.seen:
-                again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
+            first, end = scheduled.first_position, scheduled.end
+            if first < request.seen:
+                again = scheduled.at(first, min(request.seen, end))
                 replays += [(journal, again) for journal in request.journals]
-            pieces = sorted(take_rows(name), key=lambda piece: piece.position) if request.trace.is_behind else []
+            taken = take_rows(name) if request.trace.is_behind else []
             if end <= request.seen or request.is_done:
                 continue
-            first = max(request.seen, scheduled.computed)
-            last_row = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
+            fresh = scheduled.at(max(request.seen, first), end)
+            last_row = FlatRows(place, place + 1, len(layout.request_ids))
             if request.trace.is_behind:
-                self._captured.append(
-                    CapturedRows(request.open_bodies, scheduled.stop - fresh, first, last_row, pieces)
-                )
+                self._captured.append(CapturedRows(request.open_bodies, fresh, last_row, taken))
             for body_name in request.open_bodies if not request.trace.is_behind else ():
-                rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, first)
-                last[body_name] = last_row
+                rows[body_name], last[body_name] = fresh, last_row
             request.seen = end
-            self._in_step.append((scheduled, request))
+            self._in_step[place] = name, request
         self._running = []
         if rows or replays:
             self._running.append(self.interleaver)
@@ -528,18 +520,16 @@ class TraceHost:
             self._begin_behind()
 
     def _begin_behind(self) -> None:
-        total, start = sum(each.number for each in self._captured), 0
+        total, start = sum(each.fresh.count for each in self._captured), 0
         rows: dict[str, FlatRows] = {}
         last: dict[str, FlatRows] = {}
         for each in self._captured:
             for body_name in each.bodies:
-                rows[body_name], last[body_name] = (
-                    FlatRows(start, start + each.number, total, each.first),
-                    each.last_row,
-                )
-            start += each.number
-        layouts = {id(piece.layout): piece.layout for each in self._captured for piece in each.pieces}
-        captured = {(site, layer) for layout in layouts.values() for site, layer, _ in layout.by_key}
+                rows[body_name] = FlatRows(start, start + each.fresh.count, total, each.fresh.first_position)
+                last[body_name] = each.last_row
+            start += each.fresh.count
+        distinct = {id(rows.planes): rows.planes for each in self._captured for rows in each.rows}
+        captured = {plane[:2] for planes in distinct.values() for plane in planes}
         self._behind_points = {}
         for point in sorted(captured, key=lambda point: self._order[point]):
             binding = self.arch.bindings[point]
@@ -596,11 +586,11 @@ class TraceHost:
         self._end_interleavers()
         if samples is not before:
             samples = self._with_tokens(samples, before)
-        tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step) else None
+        tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step.values()) else None
         self._fail_not_finite()
-        for scheduled, request in self._in_step:
-            self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
-        self._in_step = []
+        for place, (name, request) in self._in_step.items():
+            self._after_step(name, request, tokens[place] if tokens is not None else None)
+        self._in_step = {}
         self.step_is_traced = False
         self.reports.flush()
         if self._stages is not None:
@@ -609,7 +599,7 @@ class TraceHost:
 
     def _fail_not_finite(self) -> None:
         """Fail the traces of requests whose activations became infinite or NaN in this step."""
-        wrote_here = any(journal for _, request in self._in_step for journal in request.journals)
+        wrote_here = any(journal for _, request in self._in_step.values() for journal in request.journals)
         may_have_written = wrote_here or self._stages is not None  # an earlier stage has the journals of its own writes
         if self.finite_check is None or not may_have_written:
             return  # traces that write nothing need not wait for the device
@@ -644,7 +634,7 @@ class TraceHost:
         bad = (samples < 0) | (samples >= self._vocab_size)
         for place in bad.nonzero().flatten().tolist():
             text = f"model.samples was set to {int(samples[place])}; token ids are 0 to {self._vocab_size - 1}."
-            for name in [n for s, request in self._in_step if s.place == place for n in request.open_bodies]:
+            for name in self._in_step[place][1].open_bodies if place in self._in_step else ():
                 self._bodies[name].fail(ShapeError(text))
         return torch.where(bad, before, samples)
 
@@ -691,8 +681,8 @@ def _rows_at(captured: Sequence[CapturedRows], key: tuple[str, int, str]) -> tor
     """`[rows, width]`, what was captured at a site of all these requests; zeros for a request without it."""
     parts: list[torch.Tensor | int] = []
     for each in captured:
-        has_site = any(key in piece.layout.by_key for piece in each.pieces)
-        parts += [piece.chunk.plane(key) for piece in each.pieces] if has_site else [each.number]
+        has_site = any(key in rows.planes.by_key for rows in each.rows)
+        parts += [in_order([rows.plane(key) for rows in each.rows], each.rows) if has_site else each.fresh.count]
     like = next(part for part in parts if isinstance(part, torch.Tensor))
     if len(parts) == 1:
         return like

@@ -37,6 +37,7 @@ from midstream.serve.requests import (
     Gate,
     Listed,
     Refused,
+    SelectorOfRows,
     Server,
     SpanOfText,
     answering_errors,
@@ -77,7 +78,7 @@ class RunToRecord(BaseModel):
     prompt: str | Listed[int]
     sites: Listed[str]
     layers: Listed[int] | Literal["all"] = "all"
-    positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
+    positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText | SelectorOfRows = "all_prompt"
     replace: bool = False
     name: str | None = None
 

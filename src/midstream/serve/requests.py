@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect
 from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
+from midstream.plan.selections import made
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.invokes import Invoke, answers_of
@@ -334,8 +335,18 @@ class SpanOfText(BaseModel):
     occurrence: int = 0
 
 
+class SelectorOfRows(BaseModel):
+    """As a `midstream.plan.selections.Selector`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    selector: str = Field(max_length=256)
+    options: dict[str, Any] = {}
+
+
 def read_place(place: Any) -> Any:
-    """A place in a prompt as the client's methods take it: a `Span` for a `SpanOfText`."""
+    """A place in a prompt as the client's methods take it: a `Span` for a `SpanOfText`. Raises PlanError for a selector that is none."""
+    if isinstance(place, SelectorOfRows):
+        return made("positions", place.selector, place.options)
     return Span(place.span, place.occurrence) if isinstance(place, SpanOfText) else place
 
 

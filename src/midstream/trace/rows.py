@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from midstream.sites import Binding, Key, point_name
@@ -23,8 +25,32 @@ Written = Callable[
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Where the rows of a step's requests lie in an engine's flat batch `[T, ...]`: one request's after the other's.
+
+    Attributes:
+        request_ids: the scheduled requests in the batch's order.
+        counts: `[requests]`, their rows in this step.
+        computed: `[requests]`, how many of their tokens had been computed before.
+        total: the rows of the batch, with padding.
+    """
+
+    request_ids: list[str]
+    counts: np.ndarray
+    computed: np.ndarray
+    total: int
+
+    @cached_property
+    def each(self) -> list[tuple[str, FlatRows]]:
+        """The requests and their rows."""
+        counts, total = self.counts.tolist(), self.total
+        rows = zip(self.request_ids, np.cumsum(self.counts).tolist(), counts, self.computed.tolist(), strict=True)
+        return [(name, FlatRows(stop - count, stop, total, before)) for name, stop, count, before in rows]
+
+
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class FlatRows:
-    """Rows `[start, stop)` of an engine's flat batch `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
+    """One request's rows `[start, stop)` in a `Layout`, whose batch is `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
 
     `take` returns a copy that is a normal tensor: the engine's later kernels overwrite its buffers, and an inference-mode tensor has no
     version counter that would show an edit.
@@ -41,35 +67,36 @@ class FlatRows:
         """Tokens of this request in this step."""
         return self.stop - self.start
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first_position + self.count
+
+    def at(self, first: int, end: int) -> FlatRows:
+        """The rows of the positions from `first` to `end`."""
+        start = self.start - self.first_position
+        return FlatRows(start + first, start + end, self.total, first)
+
     def axis(self, full: torch.Tensor) -> int | None:
         """The token axis of `full`, or None if it has none."""
         if full.ndim >= 1 and full.shape[0] == self.total:
             return 0
         return 1 if full.ndim >= 2 and full.shape[0] == 1 and full.shape[1] == self.total else None
 
-    def slice(self, full: torch.Tensor) -> torch.Tensor | None:
-        """This request's part of `full` as a view, or None if `full` has no token axis."""
+    def view(self, full: torch.Tensor, tokens: bool) -> torch.Tensor:
+        """This request's part of `full`: `[t, ...]` if `tokens`, else in the layout of `full`, and all of it if it has no token axis."""
+        if tokens:
+            return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
         axis = self.axis(full)
-        return None if axis is None else full.narrow(axis, self.start, self.count)
+        return full if axis is None else full.narrow(axis, self.start, self.count)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """This request's part of a tensor that a module takes or returns, in that tensor's layout."""
-        part = self.slice(full)
-        return private(full if part is None else part)
+        return private(self.view(full, False))
 
-    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`full` with this request's part replaced."""
-        part = self.slice(full)
-        (full if part is None else part).copy_(value)
-        return full
-
-    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        """This request's tokens as a view, `[t, ...]`."""
-        return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
-
-    def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`full` with this request's tokens replaced by `value`, `[t, ...]`."""
-        (full[0] if full.ndim == 3 else full)[self.start : self.stop].copy_(value)
+    def put(self, full: torch.Tensor, value: torch.Tensor, tokens: bool) -> torch.Tensor:
+        """`full` with this request's part replaced by `value`, which is as `view` gives it."""
+        self.view(full, tokens).copy_(value)
         return full
 
 
@@ -88,49 +115,32 @@ class BatchRows:
     aliases = True
 
     @property
-    def _chosen(self) -> int | slice:
-        return self.index if self.size is None else slice(self.index, self.index + self.size)
-
-    @property
-    def _is_all(self) -> bool:
-        return self.batch == (self.size or 1) and not self.pad
-
-    @property
     def count(self) -> int:
         return self.length - self.pad
 
-    def take(self, full: torch.Tensor) -> torch.Tensor:
+    def view(self, full: torch.Tensor, tokens: bool) -> torch.Tensor:
+        size = self.size or 1
+        if tokens:  # some modules flatten their tokens
+            grid = full if full.ndim >= 3 else full.unflatten(0, (self.batch, self.length))
+            return grid[self.index if self.size is None else slice(self.index, self.index + size), self.pad :]
         if full.ndim == 0 or full.shape[0] != self.batch:
             return full
-        size = self.size or 1
         part = full[self.index : self.index + size] if self.batch > size else full
-        if self.pad and part.ndim >= 2 and part.shape[1] == self.length:
-            part = part[:, self.pad :]
-        return part
+        return part[:, self.pad :] if self.pad and part.ndim >= 2 and part.shape[1] == self.length else part
 
-    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self._is_all:
-            return value.to(full.dtype)
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        return self.view(full, False)
+
+    def put(self, full: torch.Tensor, value: torch.Tensor, tokens: bool) -> torch.Tensor:
+        if self.batch == (self.size or 1) and not self.pad:  # it is all
+            value = value.to(full.dtype)
+            return value.reshape(full.shape) if tokens else value
         full = full.clone()
-        self.take(full).copy_(value)
-        return full
-
-    def _grid(self, full: torch.Tensor) -> torch.Tensor:
-        """`full` as `[B, S, ...]`, since some modules flatten their tokens."""
-        return full if full.ndim >= 3 else full.unflatten(0, (self.batch, self.length))
-
-    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        return self._grid(full)[self._chosen, self.pad :]
-
-    def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self._is_all:
-            return value.to(full.dtype).reshape(full.shape)
-        full = full.clone()
-        self._grid(full)[self._chosen, self.pad :] = value.to(full.dtype)
+        self.view(full, tokens).copy_(value)
         return full
 
 
-Rows = FlatRows | BatchRows  # one request's part of a step's batch
+Part = FlatRows | BatchRows  # one request's part of a step's batch
 
 
 def private(part: torch.Tensor) -> torch.Tensor:
@@ -169,12 +179,12 @@ class Event:
             self._shared[binding, span] = SharedSite(self, binding, span, total, body)
         return self._shared[binding, span]
 
-    def take_tokens(self, ref: Ref, rows: Rows, body: str) -> torch.Tensor:
+    def take_tokens(self, ref: Ref, rows: Part, body: str) -> torch.Tensor:
         """These tokens of the full leaf, `[t, ...]`: a view of the engine's tensor, unless that is a part."""
-        part = rows.take_tokens(self.leaf(ref))
+        part = rows.view(self.leaf(ref), True)
         return self._join(ref, part, 1, body) if ref in self._shards else part
 
-    def take(self, ref: Ref, rows: Rows, span: Span | None, body: str) -> torch.Tensor:
+    def take(self, ref: Ref, rows: Part, span: Span | None, body: str) -> torch.Tensor:
         """One request's rows of the full leaf, for a trace to hold. Parts are joined for all rows of `span` at once."""
         full = self.leaf(ref)
         if ref not in self._shards or not isinstance(rows, FlatRows):
@@ -210,7 +220,7 @@ class Event:
         """Whether an earlier write has replaced the leaf by a tensor of the event's own."""
         return ref in self._owned
 
-    def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool, in_place: bool = False) -> None:
+    def write(self, ref: Ref, value: torch.Tensor, rows: Part, tokens: bool, in_place: bool = False) -> None:
         """Replace this request's part of the leaf by `value`, which is `[t, ...]` if `tokens`.
 
         The engine's own tensor stays as it is, since other modules may use it, unless `in_place` asks for a write to it.
@@ -219,22 +229,22 @@ class Event:
         if ref in self._shards:
             value = self._cut(ref, full, value, rows, tokens)
         if in_place or self.direct:
-            rows.take_tokens(full).copy_(value)
+            rows.view(full, True).copy_(value)
             return
         if ref not in self._owned and not rows.aliases:
             full = full.clone()
-        full = rows.put_tokens(full, value) if tokens else rows.put(full, value)
+        full = rows.put(full, value, tokens)
         self.tree = replaced(self.tree, ref, full)
         self._owned.add(ref)
 
-    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Rows, tokens: bool) -> torch.Tensor:
+    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Part, tokens: bool) -> torch.Tensor:
         """This rank's part of `value`. Joined tensors of these rows are brought up to date."""
         assert isinstance(rows, FlatRows)
         for key in [key for key in self._joined if key[0] == ref]:
             first, last = key[1]
             if first <= rows.start and rows.stop <= last:
                 own = FlatRows(rows.start - first, rows.stop - first, last - first)
-                (own.put_tokens if tokens else own.put)(self._joined[key], value)
+                own.put(self._joined[key], value, tokens)
             else:
                 del self._joined[key]
         axis = rows.axis(full)

@@ -14,7 +14,7 @@ import torch
 
 from midstream.errors import ShapeError, TraceError
 from midstream.sites import Binding, Key, point_name
-from midstream.trace.rows import Event, FlatRows, Rows, SharedSite, Span, private
+from midstream.trace.rows import Event, FlatRows, Part, SharedSite, Span, private
 from midstream.tree import Ref, as_bits, leaves, map_tensors, memory_of, shape_text
 
 
@@ -63,11 +63,10 @@ class Journal:
         """Make the edits of the positions of `rows` again."""
         for edit in self._edits.get(event.key, {}).values():
             begin = max(edit.first_position, rows.first_position)
-            end = min(edit.first_position + edit.value.shape[edit.axis], rows.first_position + rows.count)
+            end = min(edit.first_position + edit.value.shape[edit.axis], rows.end)
             if begin < end:
                 part = edit.value.narrow(edit.axis, begin - edit.first_position, end - begin)
-                start = rows.start + begin - rows.first_position
-                _make_again(event, edit.where, part, FlatRows(start, start + end - begin, rows.total))
+                _make_again(event, edit.where, part, rows.at(begin, end))
 
 
 def _make_again(event: Event, where: Binding | Ref, value: torch.Tensor, rows: FlatRows) -> None:
@@ -139,7 +138,7 @@ class Visit:
     def __init__(
         self,
         event: Event,
-        rows: Rows,
+        rows: Part,
         step: int,
         journal: Journal | None = None,
         span: Span | None = None,
@@ -278,7 +277,7 @@ class Visit:
 
         def leaf(ref: Ref) -> torch.Tensor | None:
             full = self.event.leaf(ref)
-            return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
+            return full if full is None or full.ndim == 1 else self.rows.view(full, True)
 
         return self._isolate(binding.read(leaf))
 

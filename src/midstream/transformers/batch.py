@@ -23,10 +23,9 @@ from torch import nn
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import Captured, RowChunk
+from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import NotFiniteError, ParameterError, TraceError
-from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import compile_plan
 from midstream.plan.ops.edit import Op, apply
 from midstream.plan.running import run
@@ -284,7 +283,7 @@ class PaddedBatch:
             finish_reason=request.finish_reason or "length",
             stop_reason=request.stop_reason,
             saves={},
-            captures=Captured.nothing(request.name),
+            captures=Captured(request.name),
             answers=request.graded if request.invoke.answers else {},
         )
 
@@ -525,7 +524,7 @@ class RunningPlan:
             run=runs.row,
         )
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
-        self._capture = RequestCapture(info, plan.routes, sinks, plan.empty_chunk)
+        self._capture = RequestCapture(info, plan.routes, sinks, plan.no_rows)
         self.points = {point for profile in self._compiled.profiles for point in profile.points}
         self._further = frozenset[Point]().union(*(profile.further for profile in self._compiled.profiles))
         self._values: dict[Point, torch.Tensor] = {}  # that programs need later in the step
@@ -571,11 +570,10 @@ class RunningPlan:
             self._not_finite = NotFinite(self._first + int(rows[row]), point)
 
     def _keep(self, point: Point, number: int, op: Op, rows: torch.Tensor, value: torch.Tensor) -> None:
-        layout = self._compiled.profiles[number].layout
-        when = next(plane.when for plane in layout if plane[:2] == point and plane.offset == op.offset)
-        plane = Plane(*point, when, 0, value.shape[-1])
+        planes = self._compiled.profiles[number].planes
+        when = next(plane.when for plane in planes if plane[:2] == point and plane.offset == op.offset)
         positions = rows.numpy() + self._first
-        self._capture.add([RowChunk(positions, Layout((plane,)), value.detach().cpu().clone())])
+        self._capture.add([Rows.of_plane((*point, when), positions, value.detach().cpu().clone())])
 
     def end(self, generated: int) -> None:
         """The request has ended with so many tokens."""
@@ -647,7 +645,7 @@ def _hook(module: nn.Module, kind: str, edited: Callable[[Any], Any]) -> Any:
 def _edit(event: Event, point: Point, binding: Binding, plan: RunningPlan, rows: BatchRows) -> None:
     def leaf(ref: Any) -> Any:
         full = event.leaf(ref)
-        return full if full is None or full.ndim == 1 else rows.take_tokens(full)
+        return full if full is None or full.ndim == 1 else rows.view(full, True)
 
     value = binding.read(leaf)
     old_tH = value.flatten(-2) if binding.heads is not None else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.rows import Captured, Piece
+from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import (
     CaptureError,
@@ -95,7 +96,7 @@ class RowReceiver:
 
     @property
     def has_sinks(self) -> bool:
-        return bool(self._plan.routes.sinks)
+        return len(self._plan.routes) > 1
 
     @property
     def is_complete(self) -> bool:
@@ -146,9 +147,8 @@ class RowReceiver:
         try:
             if sample.capture is None:
                 info = CaptureInfo(sample.name, tuple(self._plan.prompt), collected=self.collected)
-                sample.capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
-            chunks = [Piece(*piece).chunk for piece in value["pieces"]]
-            sample.capture.add(chunks, max(self.stop or 0, header.confirmed))
+                sample.capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
+            sample.capture.add(itertools.starmap(Rows, value["rows"]), max(self.stop or 0, header.confirmed))
         except CaptureError as error:
             sample.fail(error)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 from midstream.arch.aliases import Rename, names_alone
-from midstream.capture.rows import Routes
+from midstream.capture.rows import NO_ROUTES
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
 from midstream.client.model import loading_arguments
@@ -333,7 +333,7 @@ class VLLM(DescribedModel):
 
     def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke, here: Ending | None = None) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
-        plan = plan if invoke.record is None else replace(plan, routes=Routes({}, ()))
+        plan = plan if invoke.record is None else replace(plan, routes=NO_ROUTES)
         return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, here)
 
     def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:

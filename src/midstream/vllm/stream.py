@@ -347,7 +347,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
     outcomes: list[Outcome] = []  # of a trace without code in the engine; none of them has `tracer.result`
     try:
         _raise_if_refused(output)
-        captures: Any = Captured.nothing(output.request_id)
+        captures: Any = Captured(output.request_id)
         if rows is not None and rows.here is not None:
             outcomes = [rows.outcome(*counts)]
         elif rows is not None:

@@ -142,7 +142,8 @@ class Intervention:
 
     @property
     def place(self) -> Any:
-        """A tuple of positions of the prompt or a `Span`; None for every position of an edit's phase, or a capture's word."""
+        """A tuple of positions of the prompt or a `Span`; None for every position of an edit's phase, or a capture's
+        word or selector."""
         return self.positions
 
     def label(self, field: str) -> str:
@@ -183,7 +184,7 @@ class Intervention:
 
     def place_in(self, prompt_length: int | None) -> Any:
         """Its place, with listed positions counted from the start. Raises PlanError for a position outside, or a `Span`."""
-        if prompt_length is None or self.is_of_generated or self.place is None or isinstance(self.place, str):
+        if prompt_length is None or self.is_of_generated or not isinstance(self.place, (tuple, fields.Span)):
             return self.place
         return fields.resolved(self.label(self.position_field), self.place, prompt_length)
 

@@ -1,0 +1,226 @@
+"""Which rows of a request are captured: selectors, as plans name them, and the `Selection` that they make for one request.
+
+A selector from outside the package is one class:
+
+    @dataclass(frozen=True)
+    class Every(Selector):
+        kind = "every"
+        n: int
+
+        def of_generated(self, numbers):
+            return numbers % self.n == 0
+
+    Capture("resid_post", layers=3, positions=Every(3))
+
+A package offers it by an entry point in the group `midstream.selectors` that names the class, so that every process of an engine finds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from midstream.errors import CaptureError, MidstreamError, PlanError
+from midstream.plan import fields
+
+GROUP = "midstream.selectors"
+NO_POSITIONS = np.empty(0, np.int64)
+_kinds: dict[str, type[Selector]] = {}
+
+
+class Selector:
+    """Base of selectors: frozen dataclasses of strings, numbers, booleans, None and tuples of these.
+
+    A selector chooses by position alone, and always alike: the engine asks it for each step, and the client for the whole request.
+
+    Attributes:
+        kind: its name on the wire, of this class alone.
+        selects_generated: whether it may select rows of generated tokens, which it does if its class defines `of_generated`.
+    """
+
+    kind: ClassVar[str] = ""
+    selects_generated: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.selects_generated = cls.of_generated is not Selector.of_generated
+        if (taken := _kinds.get(cls.kind, cls)).__qualname__ != cls.__qualname__:
+            raise ValueError(f"The kind {cls.kind!r} is taken by {taken.__qualname__}.")
+        if cls.kind:
+            _kinds[cls.kind] = cls
+
+    def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
+        """Which of the prompt's positions are selected: bool `[positions]`. `length`: of the prompt, in tokens."""
+        return np.zeros(positions.size, bool)
+
+    def of_generated(self, numbers: np.ndarray) -> np.ndarray:
+        """Which of the generated tokens with these numbers, counted from 0, are selected: bool `[numbers]`."""
+        return np.zeros(numbers.size, bool)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its fields, as they are sent."""
+        return fields.plain(type(self).__name__, dataclasses.asdict(self))  # type: ignore[call-overload, no-any-return]
+
+    def checked(self) -> Self:
+        """Itself. Raises PlanError unless it is as this class says."""
+        allowed = "a frozen dataclass of plain data, with a kind"
+        try:
+            hash(self), self.options
+        except TypeError as error:
+            raise fields.refuse("Capture.positions", f"{self!r} ({error})", allowed) from error
+        if not self.kind:
+            raise fields.refuse("Capture.positions", repr(self), allowed)
+        return self
+
+
+@functools.cache
+def _installed() -> None:
+    """Load the selectors of installed packages; each registers itself."""
+    for entry in entry_points(group=GROUP):
+        entry.load()
+
+
+def made(place: str, kind: Any, options: dict[str, Any]) -> Selector:
+    """The selector of this kind. Raises PlanError if there is none, or if it refuses the options."""
+    _installed()
+    if not isinstance(kind, str) or kind not in _kinds:
+        own = f"a selector of your own needs an entry point in the group {GROUP!r}, installed where the engine runs"
+        allowed = f"the kind of a selector: {fields.nearest(str(kind), _kinds)} And {own}"
+        raise fields.refuse(place, fields.shown(kind), allowed)
+    try:
+        return _kinds[kind](**{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
+    except MidstreamError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{place}: {kind} with {fields.shown(options)}: {error}.") from error
+
+
+class _LastPrompt(Selector):
+    def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
+        return positions == length - 1  # type: ignore[no-any-return]
+
+
+class _AllPrompt(Selector):
+    def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
+        return np.ones(positions.size, bool)
+
+
+class _AllGenerated(Selector):
+    def of_generated(self, numbers: np.ndarray) -> np.ndarray:
+        return np.ones(numbers.size, bool)
+
+
+class _All(_AllPrompt, _AllGenerated):
+    pass
+
+
+@dataclass(frozen=True)
+class _Listed(Selector):
+    positions: fields.Span | tuple[int, ...]
+
+    def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
+        return np.isin(positions, fields.resolved("Capture.positions", self.positions, length))
+
+
+WORDS = {
+    "last_prompt": _LastPrompt(),
+    "all_prompt": _AllPrompt(),
+    "all_generated": _AllGenerated(),
+    "all": _All(),
+}
+
+
+def selector_of(positions: Any) -> Selector:
+    """The selector that a `Capture.positions` stands for."""
+    if isinstance(positions, Selector):
+        return positions
+    return WORDS[positions] if isinstance(positions, str) else _Listed(positions)
+
+
+def selected_of_prompt(positions: Any, length: int) -> np.ndarray:
+    """bool `[length]`, which positions of a prompt a `Capture` with these positions selects. Raises PlanError, as `Selection.of`."""
+    selector = selector_of(positions)
+    return _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
+
+
+class Selection(NamedTuple):
+    """Which rows of one request are captured.
+
+    Attributes:
+        prompt: int64, the selected positions of the prompt, ascending.
+        length: of the prompt.
+        generated: select rows of generated tokens.
+        dtype: that the rows are given in; None for the model's.
+    """
+
+    prompt: np.ndarray
+    length: int
+    generated: tuple[Selector, ...] = ()
+    dtype: str | None = None
+
+    @classmethod
+    def of(cls, positions: Any, length: int, dtype: str | None = None) -> Selection:
+        """What a `Capture` with these positions selects for a prompt of `length` tokens.
+
+        Raises PlanError for a position outside of the prompt, for a span that has not been resolved to positions, and for a selector that
+        does not return a bool for each position.
+        """
+        selector = selector_of(positions)
+        if selector.selects_generated:
+            _chosen(PlanError, selector, selector.of_generated, np.arange(1))
+        generated = (selector,) if selector.selects_generated else ()
+        return cls(np.flatnonzero(selected_of_prompt(positions, length)), length, generated, dtype)
+
+    def mask(self, positions: np.ndarray) -> np.ndarray:
+        """Which of the positions are selected. Raises CaptureError for a selector that does not say so."""
+        keep = np.zeros(positions.size, bool)
+        if self.prompt.size:
+            place = np.searchsorted(self.prompt, positions)
+            keep = self.prompt[np.minimum(place, self.prompt.size - 1)] == positions
+        late = np.flatnonzero(positions >= self.length) if self.generated else ()
+        for selector in self.generated if len(late) else ():
+            keep[late] |= _chosen(CaptureError, selector, selector.of_generated, positions[late] - self.length)
+        return keep
+
+    def below(self, stop: int | None) -> np.ndarray:
+        """All selected positions below `stop`; without a stop, only those of the prompt are known."""
+        if stop is None:
+            return self.prompt
+        generated = np.arange(self.length, stop)
+        return np.concatenate([self.prompt[self.prompt < stop], generated[self.mask(generated)]])
+
+    def __or__(self, other: Selection) -> Selection:
+        """The rows of both, for the same request. Raises PlanError if their dtypes differ."""
+        if self.dtype != other.dtype:
+            raise PlanError(
+                f"Two captures of one site and layer that go to the same place have the dtypes {self.dtype} and {other.dtype}. Give them "
+                "one dtype, or two places."
+            )
+        generated = tuple(dict.fromkeys(self.generated + other.generated))
+        return Selection(np.union1d(self.prompt, other.prompt), self.length, generated, self.dtype)
+
+
+def _chosen(
+    error: type[MidstreamError],
+    selector: Selector,
+    choose: Callable[..., np.ndarray],
+    positions: np.ndarray,
+    *more: int,
+) -> np.ndarray:
+    """What a selector's method returns. Raises `error` unless that is a bool for each position."""
+    try:
+        found = np.asarray(choose(positions, *more))
+    except MidstreamError:
+        raise
+    except Exception as raised:
+        raise error(f"{selector!r}: {choose.__name__} raised {type(raised).__name__}: {raised}") from raised
+    if found.dtype != bool or found.shape != positions.shape:
+        given = fields.shown(found)
+        raise error(f"{selector!r}: {choose.__name__} returned {given}; allowed: bool {list(positions.shape)}.")
+    return found
