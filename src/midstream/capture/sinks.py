@@ -183,7 +183,6 @@ class RequestCapture:
         (_, self._output), *others = routes
         self._sinks, self._empty = sinks, empty
         self._rows: list[Rows] = []  # for the output
-        self._captured: Captured | None = None
         self._confirmed = info.prompt_length  # rows below this position are the user's for good
         self._held: list[Rows] = []  # rows that are not confirmed
         self._arrived: list[tuple[np.ndarray, Planes]] = []  # to find rows that came twice or not at all
@@ -241,12 +240,7 @@ class RequestCapture:
             for other in errors[1:]:
                 errors[0].add_note(f"also: {other}")
             raise errors[0]
-        return self._captured if self._captured is not None else self._gather(stop)
-
-    def gather_early(self, prompt_length: int) -> None:
-        """Gather the output's rows before the request's end is known, if they are all of the prompt."""
-        if all(not rows.generated for rows in self._output.values()):
-            self._captured = self._gather(prompt_length)
+        return self._gather(stop)
 
     def discard(self, error: Exception | None = None) -> None:
         """Drop the rows: nobody will ask for the result. Consumers are told of the error, if they have not been told of the end."""
