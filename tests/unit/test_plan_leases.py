@@ -8,21 +8,21 @@ from midstream import Patch, Plan, RecordedRun
 from midstream.capture.rows import NO_ROUTES
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import PreparedPlan
-from midstream.requests.vectors_and_runs import Runs
-from midstream.vllm.engine import EngineRequest
+from midstream.requests.vectors_and_runs import Runs, Vectors
+from midstream.vllm.engine import EngineConnection, EngineRequest
 from midstream.vllm.stream import EngineStream
 
 RUN = RecordedRun("a", "a", (1,), ("resid_post",), (0,), (0,))
 
 
-class Connection:
-    """The workers' side of the leases, and the methods that a stream calls before it submits its requests."""
+class Connection(EngineConnection):
+    """Without an engine: the workers' side of the leases."""
 
     def __init__(self) -> None:
         self.leases = 0
         self.answered = asyncio.Event()
-        self.sending = asyncio.Lock()
-        self.runs = Runs(self._ask, True)
+        self.vectors, self.runs = Vectors(), Runs(self._ask, None)
+        self._sending, self._interrupted = asyncio.Lock(), []
 
     async def _ask(self, what, ids, by):
         self.leases += by
@@ -31,9 +31,6 @@ class Connection:
         return [[]]
 
     async def start(self):
-        return self
-
-    async def send_vectors(self):
         pass
 
 
@@ -46,8 +43,9 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
         prepared = PreparedPlan(plan, [1], NO_ROUTES, ModelFacts())
         requests = [EngineRequest({}, None, None, prepared, None, {})]
         waiting = asyncio.ensure_future(EngineStream(connection, lambda: requests))
-        while not connection.leases:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            while not connection.leases:
+                await asyncio.sleep(0)
         waiting.cancel()
         asyncio.get_running_loop().call_later(0.05, connection.answered.set)
         with pytest.raises(asyncio.CancelledError):

@@ -259,7 +259,7 @@ def ranks() -> Iterator[tuple[Runs, list[RunStore]]]:
     async def ask(what: str, *args: Any) -> list[Any]:
         return [getattr(store, what)(*args) for store in stores]
 
-    runs = Runs(ask, False)
+    runs = Runs(ask, run_now)
     for name in ("one", "two"):
         for store in stores:
             store.add(make(name, (10, 20)))
@@ -287,7 +287,7 @@ async def test_e5_the_same_on_an_async_engine(ranks: tuple[Runs, list[RunStore]]
         return [getattr(store, what)(*args) for store in stores]
 
     with pytest.raises(PlanError, match="not there any more"):
-        await Runs(ask, True).lease(["one", "two"])
+        await Runs(ask, None).lease(["one", "two"])
     assert [store.leases for store in stores] == [0, 0]
 
 

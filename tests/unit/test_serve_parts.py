@@ -302,7 +302,7 @@ def test_g6_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
         await runs.add(run("new"))
         return [[]]  # from before: the workers have dropped the old one
 
-    runs = Runs(ask, True)
+    runs = Runs(ask, None)
     asyncio.run(runs.add(run("old")))
     assert asyncio.run(runs.listing()) == []
     assert [each.name for each in runs.handles] == ["new"]
