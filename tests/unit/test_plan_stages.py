@@ -279,6 +279,30 @@ def test_e5_a_lease_that_one_worker_refuses_is_held_on_none(ranks: tuple[Runs, l
     assert [store.leases for store in stores] == [0, 0]
 
 
+def test_e5_the_workers_hear_of_the_first_lease_and_of_the_last_ones_end(ranks: tuple[Runs, list[RunStore]]) -> None:
+    runs, stores = ranks
+    for _ in range(3):
+        run_now(runs.lease(["one"]))
+    assert [store.leases for store in stores] == [1, 1] and runs.listing()[0].leases == 3
+    for _ in range(2):
+        run_now(runs.release(["one"]))
+    assert [store.leases for store in stores] == [1, 1]
+    run_now(runs.release(["one"]))
+    assert [store.leases for store in stores] == [0, 0] and runs.listing()[0].leases == 0
+
+
+def test_e5_a_run_that_is_deleted_while_it_is_leased_is_leased_to_nobody_else(
+    ranks: tuple[Runs, list[RunStore]],
+) -> None:
+    runs, stores = ranks
+    run_now(runs.lease(["one"]))
+    del runs["one"]
+    with pytest.raises(PlanError, match="not there any more"):
+        run_now(runs.lease(["one"]))
+    run_now(runs.release(["one"]))
+    assert [store.leases for store in stores] == [0, 0]
+
+
 async def test_e5_the_same_on_an_async_engine(ranks: tuple[Runs, list[RunStore]]) -> None:
     _, stores = ranks
 

@@ -136,6 +136,8 @@ class Runs(Mapping[str, RecordedRun]):
         self._is_async = finish is None
         self._finish = finish or (lambda coroutine: coroutine)
         self._handles: dict[str, RecordedRun] = {}  # by name; the workers may have dropped some
+        self._leases: Counter[str] = Counter()  # by id
+        self._asking = asyncio.Lock()
 
     def __getitem__(self, name: str) -> RecordedRun:
         there = self._there()
@@ -168,17 +170,17 @@ class Runs(Mapping[str, RecordedRun]):
         """Forget a run. Running requests that use it go on. Awaitable on an async engine. Raises KeyError for an unknown name."""
         if not self._is_async:
             self[name]  # raises if the workers have dropped it
-        return self._finish(self._delete(self._handles.pop(name)))
+        return self._finish(self._forget(self._handles.pop(name)))
 
     async def drop(self, name: str) -> None:
         """As `delete`, for a coroutine."""
-        await self._delete(self._handles.pop(name))
+        await self._forget(self._handles.pop(name))
 
     async def add(self, run: RecordedRun) -> RecordedRun:
         """Add a recorded run, in the place of an older one of its name."""
         older, self._handles[run.name] = self._handles.get(run.name), run
         if older is not None:
-            await self._delete(older)
+            await self._forget(older)
         return run
 
     def new_name(self) -> str:
@@ -191,11 +193,17 @@ class Runs(Mapping[str, RecordedRun]):
         return list(self._handles.values())
 
     async def lease(self, ids: list[str]) -> None:
-        """Lease runs. If a worker lacks one of them, none is leased, and PlanError is raised."""
-        missing = {run_id for answer in await self._ask("lease", ids, 1) for run_id in answer}
-        if not missing:
-            return
-        await self.release(ids)
+        """Lease runs for a request. If a worker lacks one of them, none is leased, and PlanError is raised.
+
+        The workers are asked for a run's first lease and told of the end of its last.
+        """
+        async with self._asking:
+            new = [run_id for run_id in ids if not self._leases[run_id]]
+            missing = {run_id for answer in await self._ask("lease", new, 1) for run_id in answer} if new else set()
+            if not missing:
+                self._leases.update(ids)
+                return
+            await self._ask("lease", new, -1)
         names = [name for name, run in self._handles.items() if run.id in missing]
         self._handles = {name: run for name, run in self._handles.items() if run.id not in missing}
         raise PlanError(
@@ -206,7 +214,14 @@ class Runs(Mapping[str, RecordedRun]):
 
     async def release(self, ids: list[str]) -> None:
         """Give leases back."""
-        await self._ask("lease", ids, -1)
+        async with self._asking:
+            self._leases -= Counter(ids)
+            if ended := [run_id for run_id in ids if not self._leases[run_id]]:
+                await self._ask("lease", ended, -1)
+
+    async def _forget(self, run: RecordedRun) -> None:
+        self._leases.pop(run.id, None)  # the next request that needs it is told that it is gone
+        await self._delete(run)
 
     async def _delete(self, run: RecordedRun) -> None:
         await self._ask("delete", [run.id])
@@ -221,7 +236,7 @@ class Runs(Mapping[str, RecordedRun]):
         known = {run.id for run in self._handles.values()}  # others may be recorded while the workers answer
         there = [{run["id"]: run for run in answer} for answer in await self._ask("list")]
         infos = [
-            _info(parts)
+            _info(parts, self._leases[run_id])
             for run_id in there[0]
             if len(parts := [runs[run_id] for runs in there if run_id in runs]) == len(there)
         ]
@@ -231,11 +246,14 @@ class Runs(Mapping[str, RecordedRun]):
         return infos
 
 
-def _info(parts: list[dict[str, Any]]) -> RunInfo:
-    """One run from all workers' answers, which differ in leases only: a request reaches them at different times."""
+def _info(parts: list[dict[str, Any]], leases: int) -> RunInfo:
+    """One run from all workers' answers, which differ in leases only: a request reaches them at different times.
+
+    `leases`: those that this process has given.
+    """
     run = parts[0]
     places = (tuple(run[field]) for field in ("sites", "layers", "positions"))
-    return RunInfo(run["name"], run["id"], run["bytes"], max(part["leases"] for part in parts), *places)
+    return RunInfo(run["name"], run["id"], run["bytes"], max(leases, *(part["leases"] for part in parts)), *places)
 
 
 class HeldWeights:
