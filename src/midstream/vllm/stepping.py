@@ -20,6 +20,7 @@ class _Submission:
     prompt: dict[str, Any]
     params: Any
     output: asyncio.Future[Any]
+    name: str = ""  # vLLM's, once it is submitted
 
 
 class Stepper:
@@ -33,7 +34,7 @@ class Stepper:
         self._thread = threading.Thread(target=self._rows.run_forever, name="midstream-rows", daemon=True)
         self._thread.start()
         self._new: list[_Submission] = []
-        self._running: dict[str, _Submission] = {}  # by vLLM's ids
+        self._running: dict[str, _Submission] = {}  # by name
         self._is_interrupted = False
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -65,9 +66,8 @@ class Stepper:
         try:
             yield await request.output
         finally:
-            if names := [name for name, each in self._running.items() if each is request]:
-                del self._running[names[0]]
-                launch.abort(self._llm, names)
+            if self._running.pop(request.name, None) is not None:
+                launch.abort(self._llm, [request.name])
 
     def _submit(self) -> None:
         requests, self._new = [each for each in self._new if not each.output.done()], []
@@ -76,7 +76,9 @@ class Stepper:
         except Exception as error:
             _fail(requests, error)
         else:
-            self._running.update(zip(names, requests, strict=True))
+            for name, request in zip(names, requests, strict=True):
+                request.name = name
+                self._running[name] = request
 
     def _step(self) -> bool:
         """Make a step if there are requests. Returns whether there were."""
