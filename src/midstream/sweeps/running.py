@@ -34,7 +34,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError, about
+from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PlanError, PromptError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
@@ -712,7 +712,8 @@ class SweepStream:
     def close(self) -> None:
         """End the sweep, and delete its recorded runs. Only for sync engines."""
         assert self._finish is not None
-        self._finish(self._end())
+        with contextlib.suppress(EngineClosedError):  # the engine holds no runs any more
+            self._finish(self._end())
 
     async def _end(self) -> None:
         await self._events.aclose()

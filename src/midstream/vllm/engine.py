@@ -148,9 +148,12 @@ class EngineConnection:
             launch.keep_log(self._engine, error)
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The coroutine's result; on an async engine the coroutine itself, for the user to await."""
+        """The coroutine's result; on an async engine the coroutine itself, for the user to await. Raises EngineClosedError."""
         if self._stepper is None:
             return coroutine
+        if self.is_closed:
+            coroutine.close()
+            raise EngineClosedError(_CLOSED)
         try:
             return self._stepper.finish(coroutine)
         except BaseException as error:
