@@ -249,11 +249,12 @@ class Runs(Mapping[str, RecordedRun]):
 def _info(parts: list[dict[str, Any]], leases: int) -> RunInfo:
     """One run from all workers' answers, which differ in leases only: a request reaches them at different times.
 
-    `leases`: those that this process has given.
+    `leases`: how many this process has given, for which the workers have one.
     """
     run = parts[0]
+    there = max(part["leases"] for part in parts) + max(leases - 1, 0)
     places = (tuple(run[field]) for field in ("sites", "layers", "positions"))
-    return RunInfo(run["name"], run["id"], run["bytes"], max(leases, *(part["leases"] for part in parts)), *places)
+    return RunInfo(run["name"], run["id"], run["bytes"], there, *places)
 
 
 class HeldWeights:
