@@ -40,7 +40,7 @@ def test_h5_cells_whose_source_has_gone_are_void_and_never_the_baseline(
     engine: VLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing where errors of the cells' requests are not looked at."""
-    for limit in ("ASYNC_GROUP", "ASYNC_GROUPS"):  # few cells have begun when the source goes
+    for limit in ("ENGINE_GROUP", "ENGINE_GROUPS"):  # few cells have begun when the source goes
         monkeypatch.setattr(f"midstream.sweeps.running.{limit}", 4)
     stream = engine.sweep(*PAIR, stream=True)
     running = iter(stream)

@@ -249,7 +249,7 @@ class Runs(Mapping[str, RecordedRun]):
 def _info(parts: list[dict[str, Any]], leases: int) -> RunInfo:
     """One run from all workers' answers, which differ in leases only: a request reaches them at different times.
 
-    `leases`: how many this process has given, for which the workers have one.
+    `leases`: how many this process has given. The workers count them as one.
     """
     run = parts[0]
     there = max(part["leases"] for part in parts) + max(leases - 1, 0)

@@ -55,8 +55,8 @@ from midstream.sweeps.events import (
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
-# Requests in a group, and groups of a sweep at a time: few, because the event loop serves others, too.
-ASYNC_GROUP, ASYNC_GROUPS = 32, 16
+# Requests in a group, and groups of a sweep at a time: few, because the event loop of a server serves others, too.
+ENGINE_GROUP, ENGINE_GROUPS = 32, 16
 PROCESS_GROUP = 128  # jobs on a model in this process
 # The groups of all sweeps together fill this many of the engine's batches at most: a request that comes later waits behind them.
 _BATCHES = 4
@@ -385,9 +385,10 @@ class Sweeping:
     async def _run(self, ids: list[int], answers: Answers, jobs: Iterator[Job]) -> AsyncGenerator[Event]:
         """The events of jobs as they end, one group after the other."""
         for group in _groups(jobs, PROCESS_GROUP):
-            async for event in self._run_group(ids, answers, group):
-                if event is not None:
-                    yield event
+            async with contextlib.aclosing(self._run_group(ids, answers, group)) as events:
+                async for event in events:
+                    if event is not None:
+                        yield event
 
     async def _run_on_engine(
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
@@ -414,7 +415,7 @@ class Sweeping:
                 task.add_done_callback(start)
                 tasks.add(task)
 
-        for _ in range(ASYNC_GROUPS):
+        for _ in range(ENGINE_GROUPS):
             start()
         try:
             for _ in range(count):
@@ -583,7 +584,7 @@ class Turns:
 
     def jobs(self, tokens: int) -> int:
         """How many jobs of so many tokens a group has: no more than the engine computes in a step, so that turns stay short."""
-        return max(1, min(ASYNC_GROUP, self._batch // tokens))
+        return max(1, min(ENGINE_GROUP, self._batch // tokens))
 
     @contextlib.asynccontextmanager
     async def taken(self, sweep: object, tokens: int) -> AsyncIterator[None]:

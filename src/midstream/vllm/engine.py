@@ -175,9 +175,8 @@ class EngineConnection:
 
     async def answers(self, method: str, *args: Any) -> list[Any]:
         """The answers of every worker to a call."""
-        if self._stepper is None:
-            return await launch.ask(self.engine, method, *args)  # type: ignore[no-any-return]
-        return launch.ask(self.engine, method, *args)  # type: ignore[no-any-return]
+        answers = launch.ask(self.engine, method, *args)
+        return await answers if self.is_async else answers
 
     async def start(self) -> None:
         """Connect the workers. Called before the first request."""

@@ -329,11 +329,6 @@ def graded(output: Any, answers: Answers) -> dict[str | int, float] | None:
     return {answer: logprobs[0][token].logprob for answer, token in answers.items()}
 
 
-def counts_of(output: Any) -> list[int]:
-    """The number of tokens of each sample."""
-    return [len(sample.token_ids) for sample in output.outputs]
-
-
 def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int]) -> None:
     """Put the captures of a request that has ended on its output, or the error on its result. All its rows have come.
 
