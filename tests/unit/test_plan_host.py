@@ -28,7 +28,8 @@ from midstream.runtime.request import PlanRequest, packed
 from midstream.runtime.sending import CaptureSender, LocalSinks
 from midstream.runtime.step import RequestEnd
 from midstream.runtime.store import make_run
-from midstream.runtime.tables import CpuTables, DeviceTables, RowProfiles
+from midstream.runtime.tables import DeviceTables, RowProfiles
+from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import Binding
 from midstream.trace.rows import Layout
 
@@ -54,7 +55,7 @@ class Steps:
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, shard_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
-        self.tables = CpuTables(points_of(arch), torch.float32)
+        self.tables = TorchTables(points_of(arch), torch.device("cpu"), torch.float32)
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,

@@ -181,7 +181,7 @@ class PlanHost:
                 off_graph |= part.off_graph
                 acting |= part.sites
                 programs |= part.programs
-        self.acting = frozenset(acting).union(map(self.tables.programs.recordable, programs))
+        self.acting = frozenset(acting).union(self.tables.recordable(programs))
         for site in off_graph:
             self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
