@@ -44,10 +44,10 @@ def map_tensors(tree: Any, change: Callable[[Ref, Any], Any], at: Ref = ()) -> A
         changed = {name: map_tensors(tree[name], change, (*at, name)) for name in tree.keys()}  # noqa: SIM118
         if not isinstance(tree, dict) or is_dataclass(tree):  # transformers' ModelOutput, for one
             return type(tree)(**changed)
-        kept = copy.copy(tree)  # a defaultdict, say, stays one
+        copied = copy.copy(tree)  # a defaultdict, say, stays one
         for name, item in changed.items():  # a Counter's `update` would add them
-            kept[name] = item
-        return kept
+            copied[name] = item
+        return copied
     return tree
 
 

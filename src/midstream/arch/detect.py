@@ -23,8 +23,8 @@ from torch import nn
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.blocks import (
     ROLES,
-    Block,
-    Names,
+    DecoderBlock,
+    RoleNames,
     bind_embed,
     bind_final_norm,
     bind_streams,
@@ -175,13 +175,13 @@ def detect(
     modules = dict(root.named_modules())
     aliases = Aliases(rename, modules)
     aliases.check(modules, ROLES)
-    names, shards = Names(aliases.by_path()), shards or ShardFinder()
+    names, shards = RoleNames(aliases.by_path()), shards or ShardFinder()
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
     probe = _probed(root, run, containers, names, shards)
     container = _the_container(containers, modules, probe, names)
     calls = {i: call for i, path in containers[container].items() if (call := probe.first(path)) is not None}
     layout = find_layout(probe, list(calls.values()))
-    blocks = {i: Block(probe, call, layout, names) for i, call in calls.items()}
+    blocks = {i: DecoderBlock(probe, call, layout, names) for i, call in calls.items()}
     first, last = calls[min(calls)], calls[max(calls)]
 
     bindings: dict[tuple[str, int | None], Binding] = {}
@@ -237,7 +237,7 @@ def _is_placeholder(module: nn.Module) -> bool:
     return is_a(module, "PPMissingLayer") or type(module) is nn.Identity
 
 
-def _blocks(path: str, modules: Mapping[str, nn.Module], names: Names) -> dict[int, str]:
+def _blocks(path: str, modules: Mapping[str, nn.Module], names: RoleNames) -> dict[int, str]:
     """index -> path of the layers in this process, if `path` is named like a container of layers."""
     if names.rank(path, "layers") is None:
         return {}
@@ -249,7 +249,7 @@ def _probed(
     root: nn.Module,
     run: Callable[[], Any],
     containers: Mapping[str, dict[int, str]],
-    names: Names,
+    names: RoleNames,
     shards: ShardFinder,
 ) -> Probe:
     """Record the forward. If it fails because two streams have different shapes, raise ArchitectureError about these."""
@@ -279,7 +279,7 @@ def _probed(
 
 
 def _the_container(
-    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: Probe, names: Names
+    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: Probe, names: RoleNames
 ) -> str:
     """The list of blocks that the forward went through. Raises ArchitectureError unless there is exactly one."""
     called = [path for path, blocks in containers.items() if any(probe.first(block) for block in blocks.values())]

@@ -53,7 +53,7 @@ class Leaf:
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of one module. `returned` holds what it computed, `outputs` what its caller got: other tensors if planted."""
 
     path: str
@@ -71,7 +71,7 @@ class Call:
 class Probe:
     """One recorded forward pass, with its calls in the order in which they began."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     order: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     ticks: int = 0
 
@@ -81,11 +81,11 @@ class Probe:
         self.ticks += 1
         return self.ticks - 1
 
-    def first(self, path: str) -> Call | None:
+    def first(self, path: str) -> ModuleCall | None:
         """The first finished call of this module."""
         return next((call for call in self.calls if call.path == path), None)
 
-    def within(self, outer: Call, *, direct: bool = False) -> list[Call]:
+    def within(self, outer: ModuleCall, *, direct: bool = False) -> list[ModuleCall]:
         """The calls that ran inside `outer`: of all modules below it, or only of its direct children."""
         prefix = f"{outer.path}." if outer.path else ""
         inside = [c for c in self.calls if c.path.startswith(prefix) and outer.started < c.started < outer.ended]
@@ -102,11 +102,11 @@ def record(
         watch: paths of the modules whose tensors get snapshots.
         plant: path -> a function that makes the replacement of the module's first floating output with a token axis.
     """
-    active: list[Call] = []
+    active: list[ModuleCall] = []
 
     def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = leaves((args, kwargs), snapshot=path in watch)
-        call = Call(path, module, (args, kwargs), probe.tick(path, "input"), inputs)
+        call = ModuleCall(path, module, (args, kwargs), probe.tick(path, "input"), inputs)
         probe.calls.append(call)
         active.append(call)
 

@@ -20,9 +20,10 @@ from midstream.plan.values import ModelFacts, Plan
 from midstream.requests.invokes import Invoke
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
 from midstream.trace.envoy import OF_NNSIGHT, lines_of, nearest, where_layers_are
-from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
 from midstream.trace.record import Model
+from midstream.trace.shipping import ShippedCode, ship
 from midstream.trace.tracer import BodyTracer
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
@@ -253,7 +254,7 @@ class DescribedModel(TraceModel):
         programs = self._programs(invokes)
         return ship(programs, self._is_elsewhere) if any(programs) else None
 
-    def _programs(self, invokes: Sequence[Invoke]) -> list[list[Program]]:
+    def _programs(self, invokes: Sequence[Invoke]) -> list[list[TraceProgram]]:
         """For each invoke the code of its edits, and then its own."""
         edits = list(self.edits.values())
         return [

@@ -40,12 +40,12 @@ from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import Sweeping, SweepStream
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
+from midstream.trace.code import RETURNED, BlockProgram, Found, FunctionProgram, TraceProgram
 from midstream.trace.envoy import inside
-from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
 
 
-class StandingEdit(Program):
+class StandingEdit(TraceProgram):
     """A program that runs in every step of every request, or once for each request if it goes through the steps itself.
 
     Attributes:
@@ -54,7 +54,7 @@ class StandingEdit(Program):
 
     is_standing = True
 
-    def __init__(self, program: Program, has_name: bool) -> None:
+    def __init__(self, program: TraceProgram, has_name: bool) -> None:
         self.program, self.has_name = program, has_name
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
@@ -649,7 +649,7 @@ class TraceModel(Sizes):
         view.__dict__["clear"] = clear
         return view
 
-    def chosen_edits(self, edits: Any) -> Sequence[Program] | None:
+    def chosen_edits(self, edits: Any) -> Sequence[TraceProgram] | None:
         """The programs of the edits that a request asks for, by `edits=`: those without a name, and those listed. None for all.
 
         Raises TraceError for an edit that is not there.

@@ -19,19 +19,19 @@ from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sam
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.program import BlockProgram, FunctionProgram, Program, code_of
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
 
-_LEFT_IN_ENGINE = (
+_MUTATED_IN_ENGINE = (
     "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
     "values, `x.save()`: a list or dict comes back with the saved values in it. Or save all of it, `{name}.save()` in the trace."
 )
-_LEFT_BY_FUNCTION = (
+_MUTATED_BY_FUNCTION = (
     "{function} put values into {names} and did not return them. It works on copies of its variables, so the values stay there: return "
     "them, or write a with-block and save them."
 )
-_COUNTED = (
+_REBOUND = (
     "A trace has variables of its own: outside of it, {names} did not change. To go on with the trace's value, save it there: "
     "`{name}.save()` after the last change."
 )
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any: ...
 
-    def chosen_edits(self, edits: Any) -> Sequence[Program] | None: ...
+    def chosen_edits(self, edits: Any) -> Sequence[TraceProgram] | None: ...
 
 
 class BlockContext:
@@ -165,7 +165,7 @@ class Tracer(BlockContext):
         params: dict[str, Any],
         max_tokens: int = 1,
         plan: Any = None,
-        edits: Sequence[Program] | None = None,
+        edits: Sequence[TraceProgram] | None = None,
         progress: bool | None = None,
     ) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Tracer(BlockContext):
             self.backend = running
             self.outputs = self.backend.outputs
             self.backend.gives_one = len(self.invokes) == 1
-            self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
+            self.backend.when_done = lambda results: _warn(place, self._mutation_warnings(results))
             return
         results: list[InvokeResult] = self._model._finish(running.gathered())
         self.outputs = [
@@ -296,9 +296,9 @@ class Tracer(BlockContext):
 
     def _warnings(self, results: list[InvokeResult], has_values: bool) -> Iterator[str]:
         """Warnings about values that stayed in the trace. `has_values`: whether any value came back to the caller's variables."""
-        if counted := sorted({*_names(results, "counted")}):
-            yield _COUNTED.format(names=", ".join(counted), name=counted[0])
-        yield from self._left_warnings(results)
+        if names := sorted({*_names(results, "rebound")}):
+            yield _REBOUND.format(names=", ".join(names), name=names[0])
+        yield from self._mutation_warnings(results)
         if not self._model._ships:
             return
         outcomes = [outcome for result in results for outcome in result.outcomes]
@@ -307,14 +307,14 @@ class Tracer(BlockContext):
         ):
             yield _NOTHING_SAVED
 
-    def _left_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
+    def _mutation_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
         """A warning about the caller's objects that the trace wrote to without saving them.
 
         Objects made by the block around the invokes are shared by them.
         """
-        names = [name for name in _names(results, "left") if name.partition(".")[0] not in self._outer]
-        if left := _last_parts(names):
-            yield _LEFT_IN_ENGINE.format(names=", ".join(left), name=left[0])
+        names = [name for name in _names(results, "mutated") if name.partition(".")[0] not in self._outer]
+        if names := _last_parts(names):
+            yield _MUTATED_IN_ENGINE.format(names=", ".join(names), name=names[0])
 
     def _blocks(self) -> list[Block]:
         return [invoke.block for invoke in self.invokes if invoke.block is not None]
@@ -350,9 +350,9 @@ def warn_of_functions(invokes: Sequence[Invoke], results: Sequence[InvokeResult]
         if isinstance(invoke.program, FunctionProgram):
             by_function.setdefault(id(invoke.program.fn), (invoke.program.fn, []))[1].append(result)
     for fn, own in by_function.values():
-        code, names = code_of(fn), _last_parts(_names(own, "left"))
+        code, names = code_of(fn), _last_parts(_names(own, "mutated"))
         if names and code is not None:
-            text = _LEFT_BY_FUNCTION.format(function=code.co_name, names=", ".join(names))
+            text = _MUTATED_BY_FUNCTION.format(function=code.co_name, names=", ".join(names))
             _warn((code.co_filename, code.co_firstlineno, getattr(fn, "__globals__", {})), [text])
 
 
@@ -369,7 +369,7 @@ def _warn(place: tuple[str, int, dict[str, Any]], texts: Iterable[str]) -> None:
 
 
 def _names(results: list[InvokeResult], kind: str) -> list[str]:
-    """The names that the invokes' own bodies report as `left`, `unsaved` or `counted`."""
+    """The names that the invokes' own bodies report as `mutated`, `unsaved` or `rebound`."""
     return [name for result in results for outcome in result.outcomes[:1] for name in getattr(outcome, kind)]
 
 

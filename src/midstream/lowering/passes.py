@@ -17,10 +17,10 @@ from midstream.plan.ops.edit import RowChange
 from midstream.trace.graph import Value, Write
 
 # Which rows: what is applied to the list of all rows, one after the other. Empty for all.
-Rows = tuple[int | slice | tuple[int, ...], ...]
+RowChoice = tuple[int | slice | tuple[int, ...], ...]
 
 
-def rows_of(rows: Rows, tokens: int) -> list[int]:
+def rows_of(rows: RowChoice, tokens: int) -> list[int]:
     """The rows among `tokens`. Raises IndexError for a row outside."""
     found: Any = list(range(tokens))
     for each in rows:
@@ -37,8 +37,8 @@ class _Linear:
     """
 
     change: RowChange
-    rows: Rows = ()
-    parts: tuple[tuple[Rows, RowChange], ...] = ()
+    rows: RowChoice = ()
+    parts: tuple[tuple[RowChoice, RowChange], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Along:
 
     w_H: torch.Tensor
     b: float
-    rows: Rows
+    rows: RowChoice
     is_column: bool
     eps: float
 
@@ -58,19 +58,19 @@ class _Weighted:
 
     change: RowChange
     w_H: torch.Tensor
-    rows: Rows
+    rows: RowChoice
 
 
 class _Unknown(Exception):
     """It is not of these forms."""
 
 
-def changes(write: Write) -> list[tuple[Rows, RowChange]] | None:
+def changes(write: Write) -> list[tuple[RowChoice, RowChange]] | None:
     """What a write does to which rows, a later entry in place of an earlier one; None if it is not of this form."""
     if len(write.was.shape) != 2:
         return None
     try:
-        found = _Reader(write.was).of(write.now)
+        found = _LinearReader(write.was).of(write.now)
         if isinstance(found, torch.Tensor):
             found = _Linear(_constant(found, write.was.shape[-1], write.was.shape[0]))
     except (_Unknown, IndexError, RecursionError):
@@ -98,7 +98,7 @@ def _constant(tensor: torch.Tensor, width: int, rows: int) -> RowChange:
     )
 
 
-class _Reader:
+class _LinearReader:
     """Reads values as functions of the value that was read, for one write."""
 
     def __init__(self, was: Value) -> None:
@@ -226,7 +226,7 @@ class _Reader:
 
     def _put(self, value: Value) -> _Linear:
         whole, new = self.of(value.args[0]), self.of(value.args[1])
-        rows: Rows = ()
+        rows: RowChoice = ()
         shape = value.args[0].shape
         for func, args, kwargs, _ in value.what:
             name = func._schema.name.removeprefix("aten::")

@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from midstream.trace.code import BlockProgram, TraceProgram
 from midstream.trace.graph import same_steps
-from midstream.trace.program import BlockProgram, Program, ShippedCode, unship
 from midstream.trace.record import Model, Recording, fingerprint, record
+from midstream.trace.shipping import ShippedCode, unship
 from midstream.trace.stand_in import is_plain
 from midstream.trace.weights import Weight, on_device
 
@@ -104,7 +105,7 @@ class Recorder:
         changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
     """
 
-    def __init__(self, programs: Sequence[Sequence[Program]], code: ShippedCode, model: Model) -> None:
+    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
         self._code, self._model = code, model
         self._has_arrays = b"numpy" in code.programs
         self._are_several = sum(code.bodies) > 1
@@ -220,23 +221,23 @@ class Recorder:
         return once, agree
 
     def _run(
-        self, copy: list[list[Program]], place: Place, length: int, steps: int, is_known: bool = False
+        self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int, is_known: bool = False
     ) -> Recording:
         program = copy[place[0]][place[1]]
         return record(program, self._model, length, steps, self._has_arrays, self._converted, is_known)
 
-    def _copy(self) -> list[list[Program]]:
+    def _copy(self) -> list[list[TraceProgram]]:
         held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
         return unship(self._code.programs, self._model.resolve, None, held)
 
-    def _compare(self, copy: list[list[Program]]) -> None:
+    def _compare(self, copy: list[list[TraceProgram]]) -> None:
         """Note whether the recordings have changed the variables of `copy`."""
         if self._are_several:
             fresh, used = fingerprint(self._copy()), fingerprint(copy)
             self.changes_shared = self.changes_shared or fresh is None or fresh != used
 
 
-def _identity(program: Program) -> Hashable:
+def _identity(program: TraceProgram) -> Hashable:
     """Equal for programs that do the same with the same objects."""
     if not isinstance(program, BlockProgram):
         return id(program)

@@ -18,26 +18,28 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.kept import Ending, KeptTrace, Reads
-from midstream.lowering.passes import Rows, changes, rows_of
+from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows
+from midstream.lowering.passes import RowChoice, changes, rows_of
 from midstream.lowering.recordings import Recorded, Recorder
 from midstream.lowering.rowwise import NotRowwise, programs_of
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
-from midstream.plan.program import Program as RowProgram
+from midstream.plan.program import Program
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
+from midstream.trace.code import TraceProgram
 from midstream.trace.graph import StepGraph, Write, repeats
-from midstream.trace.program import Outcome, Program, ShippedCode, ship
+from midstream.trace.outcome import Outcome
 from midstream.trace.record import Model, Recording
+from midstream.trace.shipping import ShippedCode, ship
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_NAMED = 1 << 10  # generated tokens that a write names, if it is not made at all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are remembered, and the bytes of one at most
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
-# The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
+# The positions to capture for what is saved_rows: of a point that is read in the prompt's step alone, and of others.
 _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
 _WHOLE = (("all_prompt",), ("all",))
 
@@ -59,7 +61,7 @@ class Lowered:
         tier: where it can run.
         edits: its writes, as a plan makes them.
         reads: the points that it reads or writes, and whether in the prompt's step alone.
-        kept: what it keeps, if it can run in the caller's process.
+        saved_rows: what it keeps, if it can run in the caller's process.
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
         recordings: of its programs, its own last.
@@ -70,12 +72,12 @@ class Lowered:
     tier: Tier = Tier.FORWARD
     edits: tuple[Edit, ...] = ()
     reads: dict[Point, bool] = field(default_factory=dict)
-    kept: Reads | None = None
+    saved_rows: SavedRows | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
     recordings: Sequence[Recording] = field(default=(), repr=False)
     again: Callable[[int], Recording] | None = None
-    traces: dict[int, KeptTrace] = field(default_factory=dict, repr=False)
+    traces: dict[int, ClientTrace] = field(default_factory=dict, repr=False)
 
     @property
     def keeps_to_graphs(self) -> bool:
@@ -86,7 +88,9 @@ class Lowered:
     @property
     def reads_nothing(self) -> bool:
         """Whether it needs no values of the forward. It may keep others, which its code gives while it runs."""
-        return self.tier is Tier.PLAN or (self.tier is Tier.CLIENT and self.kept is not None and not self.kept.programs)
+        return self.tier is Tier.PLAN or (
+            self.tier is Tier.CLIENT and self.saved_rows is not None and not self.saved_rows.programs
+        )
 
     def outcome(self, steps: int) -> Outcome:
         """The outcome of its own program in a request that has had so many steps, for `Tier.PLAN`."""
@@ -99,14 +103,14 @@ class Lowered:
         """What makes the outcome of a request whose trace needs no code in the engine; None if it does. `length`: of the prompt."""
         if tier is Tier.PLAN:
             return lambda _, steps: self.outcome(steps)
-        return self.kept_trace(length).ending if tier is Tier.CLIENT else None
+        return self.client_trace(length).ending if tier is Tier.CLIENT else None
 
-    def kept_trace(self, length: int) -> KeptTrace:
+    def client_trace(self, length: int) -> ClientTrace:
         """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
-        assert self.again is not None and self.kept is not None
-        prompt = 1 if self.kept.last else length
+        assert self.again is not None and self.saved_rows is not None
+        prompt = 1 if self.saved_rows.last else length
         if prompt not in self.traces:
-            self.traces[prompt] = KeptTrace(self.recordings[-1], self.again, self.kept, prompt)
+            self.traces[prompt] = ClientTrace(self.recordings[-1], self.again, self.saved_rows, prompt)
         return self.traces[prompt]
 
     def plan_for(self, tier: Tier) -> Plan:
@@ -115,23 +119,23 @@ class Lowered:
             return Plan()
         if tier is Tier.PLAN:
             return Plan(self.edits)
-        if tier is Tier.CLIENT and self.kept is not None:
-            of_prompt, of_all = _LAST if self.kept.last else _WHOLE
-            return Plan((*self.edits, *self._captures(of_prompt, of_all, self.kept.programs)))
+        if tier is Tier.CLIENT and self.saved_rows is not None:
+            of_prompt, of_all = _LAST if self.saved_rows.last else _WHOLE
+            return Plan((*self.edits, *self._captures(of_prompt, of_all, self.saved_rows.programs)))
         rows = dict.fromkeys(self.reads)
         return Plan((*self.edits, *self._captures(*_WHOLE, rows)))
 
     def _captures(
-        self, of_prompt: Sequence[str], of_all: Sequence[str], programs: Mapping[Point, RowProgram | None]
+        self, of_prompt: Sequence[str], of_all: Sequence[str], programs: Mapping[Point, Program | None]
     ) -> Iterator[Capture]:
         """Captures of what it reads.
 
         Args:
             of_prompt: the positions for a point that it reads only in the prompt's step.
             of_all: those for other points.
-            programs: point -> what computes what is kept there; None for the rows themselves.
+            programs: point -> what computes what is captured there; None for the rows themselves.
         """
-        groups: dict[tuple[str, bool, RowProgram | None], list[int]] = {}
+        groups: dict[tuple[str, bool, Program | None], list[int]] = {}
         for (site, layer), program in sorted(programs.items(), key=itemgetter(0)):
             groups.setdefault((site, self.reads[site, layer], program), []).append(layer)
         for (site, in_prompt, program), layers in groups.items():
@@ -182,7 +186,7 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return own.union(*(item.further for item in items))
 
 
-def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
+def explained(program: TraceProgram, model: Model, is_streamed: bool = False) -> str:
     """What becomes of a program, line by line, as text. The prompt is taken to have 512 tokens, and the request eight steps.
 
     `is_streamed`: whether its values are followed while the request runs.
@@ -205,7 +209,7 @@ def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
 
 
 def lower_trace(
-    programs: Sequence[Sequence[Program]],
+    programs: Sequence[Sequence[TraceProgram]],
     code: ShippedCode,
     model: Model,
     lengths: Sequence[int],
@@ -228,7 +232,7 @@ def lower_trace(
 
 
 def lowered_requests(
-    programs: Sequence[Sequence[Program]],
+    programs: Sequence[Sequence[TraceProgram]],
     code: ShippedCode,
     model: Model,
     lengths: Sequence[int],
@@ -252,7 +256,7 @@ def lowered_requests(
 class _Code:
     """The code of a call's requests, and what has been found of it."""
 
-    def __init__(self, programs: Sequence[Sequence[Program]], code: ShippedCode, model: Model) -> None:
+    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
         self._model, self._recorder = model, Recorder(programs, code, model)
         self._standing = [[program.is_standing for program in own] for own in programs]
 
@@ -261,7 +265,7 @@ class _Code:
         recorded = self._recorder.recorded(lengths, steps)
         found = [self._request(recorded, i, length, steps[i]) for i, length in enumerate(lengths)]
         if self._recorder.changes_shared:
-            return _kept_apart(found, self._recorder.writes_in_turn(lengths, steps))
+            return _side_by_side(found, self._recorder.writes_in_turn(lengths, steps))
         return found
 
     def _request(self, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
@@ -282,12 +286,12 @@ class _Code:
         return recorded.lowered[key]
 
 
-def _no_traces(_: Recording) -> dict[int, KeptTrace]:
+def _no_traces(_: Recording) -> dict[int, ClientTrace]:
     """What `Lowered.traces` is at first. All requests of a recording have the same one."""
     return {}
 
 
-def _kept_apart(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
+def _side_by_side(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
     """The same for codes that share variables, and change them: what they do is not known from recordings one by one. They run side by
     side."""
     reason = "it changes a variable that other requests of the call use, too"
@@ -319,14 +323,14 @@ def _lowered(
         _refuse(recording, made.reads, model)
         made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model))
         if recording.needs_body and not is_standing:
-            made.kept = recorded.once(Reads.found, recording, model.dtype)
+            made.saved_rows = recorded.once(SavedRows.found, recording, model.dtype)
         made.tier = _tier_of(made, recording, model, length)
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
     if made.tier is not Tier.BEHIND:
-        kept = made.kept.programs if made.tier is Tier.CLIENT and made.kept is not None else {}
-        notes = [*_reads_noted(recording, kept), *(note for note in notes if note.kind == "edit")]
+        saved_rows = made.saved_rows.programs if made.tier is Tier.CLIENT and made.saved_rows is not None else {}
+        notes = [*_reads_noted(recording, saved_rows), *(note for note in notes if note.kind == "edit")]
     made.notes = sorted(notes, key=lambda note: note.line)
     return made
 
@@ -335,7 +339,7 @@ def _tier_of(made: Lowered, recording: Recording, model: Model, length: int) -> 
     """Where code whose writes are edits runs. Raises _Stays if it needs what no capture has."""
     if not recording.needs_body:
         return Tier.PLAN
-    if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
+    if made.saved_rows is not None and made.saved_rows.fits(length) and _needs_no_code(made, made.saved_rows, model):
         return Tier.CLIENT
     values = (value for graph in recording.steps for value in graph.values)
     for value in values:
@@ -467,7 +471,7 @@ def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded
 
 
 def _placed(
-    found: Sequence[tuple[Rows, RowChange | RowProgram, tuple[Point, ...]]], write: Write, length: int, phase: str
+    found: Sequence[tuple[RowChoice, RowChange | Program, tuple[Point, ...]]], write: Write, length: int, phase: str
 ) -> list[Edit] | None:
     """Edits for the rows that each entry is for; None if no kind of edit says one. A later entry stands in place of an earlier one."""
     rows: dict[int, int] = {}  # row -> the entry that counts there
@@ -515,24 +519,24 @@ def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) 
     return ()
 
 
-def _is_too_large(program: RowProgram, holds_weights: bool) -> bool:
+def _is_too_large(program: Program, holds_weights: bool) -> bool:
     """Whether requests would have to carry too many numbers. Those that the engine holds are sent once."""
     carried = program.held[0] if holds_weights else program
     return carried.nbytes > _MOST_CONSTANTS
 
 
-def _needs_no_code(found: Lowered, kept: Reads, model: Model) -> bool:
+def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
     """Whether captures of what code keeps are better than running it behind the step.
 
     They are not for whole values of the prompt's step alone: the code runs once, and the engine sends what it saves faster.
     """
-    programs = [program for program in kept.programs.values() if program is not None]
-    if not kept.programs:
+    programs = [program for program in saved_rows.programs.values() if program is not None]
+    if not saved_rows.programs:
         return True
     if any(_is_too_large(program, model.holds_weights) for program in programs):
         return False
-    only_prompt = all(found.reads[point] for point in kept.programs)
-    return bool(programs) or kept.last or not only_prompt
+    only_prompt = all(found.reads[point] for point in saved_rows.programs)
+    return bool(programs) or saved_rows.last or not only_prompt
 
 
 def _together(each: Sequence[Lowered]) -> Lowered:

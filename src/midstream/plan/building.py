@@ -19,7 +19,7 @@ _ROWS = 1009  # any number
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class StepResult:
     """A step's result."""
 
     ref: Ref
@@ -53,20 +53,22 @@ class Builder:
         self._results: list[Any] = []
         self._known: dict[str, int] = {}
         self._constants: dict[Constant, int] = {}
-        self._inputs = [Result(INPUT, self._checker.input(width, dtype))]
+        self._inputs = [StepResult(INPUT, self._checker.input(width, dtype))]
 
     @property
-    def input(self) -> Result:
+    def input(self) -> StepResult:
         """The value that the program is about."""
         return self._inputs[0]
 
-    def further(self, width: int) -> Result:
+    def further(self, width: int) -> StepResult:
         """One more input, of another site."""
         ref = Ref(-1 - len(self._inputs))
-        self._inputs.append(Result(ref, self._checker.input(width, self.dtype)))
+        self._inputs.append(StepResult(ref, self._checker.input(width, self.dtype)))
         return self._inputs[-1]
 
-    def add(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None) -> Result:
+    def add(
+        self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
+    ) -> StepResult:
         """The result of an operation; of several, number `out`.
 
         Args:
@@ -88,11 +90,11 @@ class Builder:
         number = self._known[key]
         found = self._results[number]
         if isinstance(found, tuple):
-            return Result(Ref(number, out or 0), found[out or 0])
-        return Result(Ref(number), found)
+            return StepResult(Ref(number, out or 0), found[out or 0])
+        return StepResult(Ref(number), found)
 
     def _argument(self, given: Any) -> Any:
-        if isinstance(given, Result):
+        if isinstance(given, StepResult):
             return given.ref
         if isinstance(given, torch.Tensor):
             constant = Constant.of(given)
@@ -107,7 +109,7 @@ class Builder:
             return self._checker.constant(list(self._constants)[arg.place])
         return tuple(map(self._shaped, arg)) if isinstance(arg, tuple) else arg
 
-    def program(self, *results: Result, keeps: bool = False) -> Program:
+    def program(self, *results: StepResult, keeps: bool = False) -> Program:
         """The program with this result, and the steps and further inputs that it needs.
 
         Args:
@@ -138,11 +140,11 @@ class Builder:
         held, widths = tuple(own[place] for place in constants), tuple(self._inputs[-1 - at].shape[0] for at in inputs)
         return Program(self.width, self.dtype, tuple(steps), result, held, widths)
 
-    def inputs_of(self, result: Result) -> list[int]:
+    def inputs_of(self, result: StepResult) -> list[int]:
         """Which further inputs `program(result)` has, by the order in which they were made."""
         return [-2 - at for at in self._needed([result])[1]]
 
-    def _needed(self, results: Sequence[Result]) -> tuple[set[int], list[int]]:
+    def _needed(self, results: Sequence[StepResult]) -> tuple[set[int], list[int]]:
         """The steps that results are computed with; and the further inputs, as in `Ref.step`."""
         needed: set[int] = set()
         rest = [result.ref for result in results]

@@ -128,7 +128,7 @@ def _sink(to: Any) -> Sink:
     raise fields.refuse("Capture.to", fields.shown(to), _SINKS)
 
 
-Key = tuple[str, int, str]  # site, layer, when
+PlaneKey = tuple[str, int, str]  # site, layer, when
 
 
 class Plane(NamedTuple):
@@ -145,7 +145,7 @@ class Planes(tuple[Plane, ...]):
     """The planes of a captured row. Many requests share them, so it caches what is derived from it."""
 
     @classmethod
-    def of(cls, keys: Iterable[Key], width: Callable[[Key], int]) -> Self:
+    def of(cls, keys: Iterable[PlaneKey], width: Callable[[PlaneKey], int]) -> Self:
         """These planes one after another. `width`: of each."""
         planes, offset = [], 0
         for key in keys:
@@ -161,7 +161,7 @@ class Planes(tuple[Plane, ...]):
         return super().__hash__()
 
     @cached_property
-    def by_key(self) -> dict[Key, Plane]:
+    def by_key(self) -> dict[PlaneKey, Plane]:
         return {(plane.site, plane.layer, plane.when): plane for plane in self}
 
     @cached_property

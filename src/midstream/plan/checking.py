@@ -10,8 +10,19 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, on_device, overload
-from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step
+from midstream.plan.rowwise import (
+    ELEMENTWISE,
+    RULES,
+    SIZED,
+    SLOW,
+    Mixes,
+    OpCall,
+    RuleResult,
+    Shaped,
+    on_device,
+    overload,
+)
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, RowCount, Step
 from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
@@ -20,7 +31,7 @@ MAX_RESULTS = 1 << 10  # of one step
 MAX_RANK = 6
 _CHECKED_ROWS = (1009, 2)  # literal sizes cannot stand for both
 _TYPES = {
-    "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, Rows), "float": (int, float), "bool": (bool,), "str": (str,),
+    "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
 _SLOWER = 16  # how many times the work of others the operations in `SLOW` are
@@ -76,7 +87,7 @@ class Checker:
         self.work += _multiplications(func, call)
         return results if several else results[0]
 
-    def _result(self, step: Step, meta: Any, outcome: Outcome, has_bound: bool) -> Shaped:
+    def _result(self, step: Step, meta: Any, outcome: RuleResult, has_bound: bool) -> Shaped:
         if not isinstance(meta, torch.Tensor) or meta.is_complex():
             raise PlanError(f"{step.place} gives no tensor of real numbers.")
         size = meta.numel() // self._rows if outcome.rows else meta.numel()
@@ -97,12 +108,12 @@ def plain(arg: Any, tensor: Callable[[Any], Any], rows: int) -> Any:
     """An argument as PyTorch takes it. `tensor` gives what stands for others than plain ones."""
     if isinstance(arg, tuple):
         return [plain(each, tensor, rows) for each in arg]
-    if isinstance(arg, Rows):
+    if isinstance(arg, RowCount):
         return arg.times * rows
     return getattr(torch, arg.name) if isinstance(arg, DType) else tensor(arg)
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> Call:
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> OpCall:
     """The arguments by their names. Refuses other types than the schema has: PyTorch itself may crash with them.
 
     Args:
@@ -126,7 +137,7 @@ def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numb
         raise Mixes("it has arguments that the operation does not know")
     if {"device", "layout", "pin_memory", "generator"} & kwargs.keys():
         raise Mixes("it says where its result lies")
-    return Call(named)
+    return OpCall(named)
 
 
 def _is_of(kind: str, given: Any) -> bool:
@@ -139,15 +150,15 @@ def _is_of(kind: str, given: Any) -> bool:
     return type(given) in types
 
 
-def _check_rows_marks(op: str, call: Call) -> None:
+def _check_rows_marks(op: str, call: OpCall) -> None:
     """A number of rows may stand in sizes alone, and there in front: a result must not depend on it."""
     for name, value in call.named.items():
         inside = value[1:] if SIZED.get(op) == name and isinstance(value, tuple) and value else (value,)
-        if any(objects_in(inside, Rows)):
+        if any(objects_in(inside, RowCount)):
             raise Mixes("it uses the number of rows, where it is not a first size")
 
 
-def _multiplications(func: Any, call: Call) -> float:
+def _multiplications(func: Any, call: OpCall) -> float:
     """Of a product of matrices, counted as work: a row's part of it, and little for what all rows share."""
     pair = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][-2:]
     if func._schema.name not in ("aten::mm", "aten::mv", "aten::addmm", "aten::bmm") or len(pair) < 2:
@@ -173,11 +184,11 @@ class Checked:
     peak: int
     last_use: Mapping[int, int]
     results: tuple[Shaped, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PackedResult, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedResult:
     """A row of one result of a program.
 
     Attributes:
@@ -217,7 +228,7 @@ def _checked(program: Parts, rows: int) -> Checked:
     each = [result if isinstance(result, tuple) else (result,) for result in results]
     sizes = [sum(part.meta.numel() // rows for part in parts if part.rows) for parts in each]
     last_use = _last_use(program.steps, refs)
-    results_of_rows = tuple(Part(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
+    results_of_rows = tuple(PackedResult(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
     peak = _peak([*sizes, sizes_of_all], last_use, sum(widths))
     return Checked(int(checker.work), peak, last_use, tuple(parts[0] for parts in each), results_of_rows)
 

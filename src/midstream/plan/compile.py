@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import NO_PLANES, Capture, Key, Planes
+from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
@@ -123,7 +123,7 @@ def compile_plan(
     Raises:
         PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
     """
-    bank, others = (_Bank(width, vector, run, on_host or vector) for _ in range(2))
+    bank, others = (_VectorBank(width, vector, run, on_host or vector) for _ in range(2))
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
@@ -201,12 +201,12 @@ def _listed(normal: Plan, prompt_length: int) -> int:
     return max([prompt_length, *(place + 1 for place in places if place is not None)])
 
 
-def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:
+def reads_of(captures: Sequence[Capture]) -> dict[PlaneKey, Program]:
     """The programs that compute what is kept of a site, for captures in normal form.
 
     Raises PlanError if two captures keep different things of one value.
     """
-    found: dict[Key, Program | None] = {}
+    found: dict[PlaneKey, Program | None] = {}
     for capture in captures:
         key = (*point_of(capture), capture.when)
         if found.setdefault(key, capture.program) != capture.program:
@@ -214,7 +214,7 @@ def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:
     return {key: program for key, program in found.items() if program is not None}
 
 
-def plane_width(key: Key, width: Callable[[str, int], int], reads: Mapping[Key, Program]) -> int:
+def plane_width(key: PlaneKey, width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]) -> int:
     """Of what is kept, in elements of the model's dtype. `reads`: as `reads_of` returns them."""
     program = reads.get(key)
     return width(*key[:2]) if program is None else program.packed_width(SIZES[program.dtype])
@@ -222,13 +222,13 @@ def plane_width(key: Key, width: Callable[[str, int], int], reads: Mapping[Key, 
 
 def _captured(
     captures: list[Capture], selections: Mapping[Any, Selection], prompt_length: int
-) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
+) -> tuple[np.ndarray, list[frozenset[PlaneKey]], frozenset[PlaneKey]]:
     """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and those at generated positions."""
-    groups: dict[Any, set[Key]] = {}
+    groups: dict[Any, set[PlaneKey]] = {}
     for capture in captures:
         groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
-    generated: set[Key] = set()
-    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
+    generated: set[PlaneKey] = set()
+    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[PlaneKey]()]
     for positions, keys in groups.items():
         rows = selections[positions]
         generated |= keys if rows.generated else set()
@@ -238,7 +238,7 @@ def _captured(
     return codes, sets, frozenset(generated)
 
 
-class _Bank:
+class _VectorBank:
     """The vectors that ops refer to, each once."""
 
     def __init__(
@@ -306,7 +306,7 @@ class _Profiles:
     """All profiles, each once."""
 
     def __init__(
-        self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[Key, Program]
+        self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]
     ) -> None:
         self.list = [Profile({})]
         self._edits, self._width, self._reads = edits, width, reads
@@ -314,7 +314,7 @@ class _Profiles:
         self._numbers: dict[Any, int] = {}
         self._without_placed: dict[Any, Profile] = {}
 
-    def number(self, planes: frozenset[Key], phase: str, placed: _Ranked | None = None) -> int:
+    def number(self, planes: frozenset[PlaneKey], phase: str, placed: _Ranked | None = None) -> int:
         """The number of the profile that captures `planes` and makes the edits of `phase` and those `placed` at one position."""
         phase = "prefill" if self._same else phase
         everywhere = self._edits[phase]
@@ -333,7 +333,7 @@ class _Profiles:
             self.list.append(profile)
         return self._numbers[key]
 
-    def _make(self, planes: frozenset[Key], edits: _Ranked) -> Profile:
+    def _make(self, planes: frozenset[PlaneKey], edits: _Ranked) -> Profile:
         in_order = sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after"))
         row = Planes.of(in_order, lambda key: plane_width(key, self._width, self._reads))
         points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)

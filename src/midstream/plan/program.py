@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Parts, Ref, Rows, Step, written
+from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Parts, Ref, RowCount, Step, written
 from midstream.plan.vectors import digest
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Program(Parts):
             what += f" of {len(self.inputs)} further ones" if is_input else ", which is not an earlier one"
         elif isinstance(arg, Const) and not 0 <= arg.place < len(self.constants):
             what = f"constant {arg.place} of {len(self.constants)}"
-        elif isinstance(arg, Rows):
+        elif isinstance(arg, RowCount):
             fields.integer(f"{step.place}: a number of rows", arg.times, 1, MAX_WIDTH)
         elif isinstance(arg, DType):
             fields.one_of(f"{step.place}: a dtype", arg.name, list(SIZES))
@@ -293,7 +293,7 @@ def _read(place: str, given: Any, depth: int = 0) -> Any:
         case {"constant": int(number), **rest} if not rest:
             return Const(fields.integer(place, number, 0))
         case {"rows": int(times), **rest} if not rest:
-            return Rows(fields.integer(place, times, 1))
+            return RowCount(fields.integer(place, times, 1))
         case {"dtype": str(name), **rest} if not rest:
             return DType(name)
         case {"inf": 1 | -1 as sign, **rest} if not rest:

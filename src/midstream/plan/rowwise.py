@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.plan.steps import Rows
+from midstream.plan.steps import RowCount
 from midstream.tree import objects_in
 
 _aten = torch.ops.aten
@@ -41,7 +41,7 @@ class Mixes(Exception):
     """Arguments with which an operation is not row-wise, or may fail. The message says why."""
 
 
-class Outcome(NamedTuple):
+class RuleResult(NamedTuple):
     """What a rule says of an operation's results: `rows` and `bound` as of `Shaped`. `bound` is about the result `which`."""
 
     rows: int
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class OpCall:
     """One operation: its arguments by their names in PyTorch's schema."""
 
     named: dict[str, Any]
@@ -74,7 +74,7 @@ class Call:
         return found
 
 
-Rule = Callable[[Call], Outcome]
+Rule = Callable[[OpCall], RuleResult]
 
 
 # ----------------------------------------------------------------------------------------------------------------- rules
@@ -94,11 +94,11 @@ def _rows_of(tensors: Sequence[Shaped]) -> int:
     return rows
 
 
-def _elementwise(call: Call) -> Outcome:
-    return Outcome(_rows_of(call.tensors))
+def _elementwise(call: OpCall) -> RuleResult:
+    return RuleResult(_rows_of(call.tensors))
 
 
-def _floating(call: Call) -> Outcome:
+def _floating(call: OpCall) -> RuleResult:
     """Entry by entry; with whole numbers it could fail."""
     if not any(each.meta.dtype.is_floating_point for each in call.tensors):
         raise Mixes("it takes floating numbers here")
@@ -108,12 +108,12 @@ def _floating(call: Call) -> Outcome:
 def _along(places: int | None = None) -> Rule:
     """What is computed along some axes. `places`: which result says where in the axis."""
 
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         x = call["self"]
         dims = call.dims("dim", x)
         if places is None or not x.meta.ndim or dims[0] < 0:
-            return Outcome(x.rows)
-        return Outcome(x.rows, x.meta.shape[dims[0]], places)
+            return RuleResult(x.rows)
+        return RuleResult(x.rows, x.meta.shape[dims[0]], places)
 
     return rule
 
@@ -121,39 +121,39 @@ def _along(places: int | None = None) -> Rule:
 def _view(name: str = "dim", more: int = 0) -> Rule:
     """A view or a copy that leaves the first axis alone. `more`: axes that the result has beside those of the argument."""
 
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         x = call["self"]
         call.dims(name, x, more)
-        return Outcome(x.rows, x.bound)
+        return RuleResult(x.rows, x.bound)
 
     return rule
 
 
-def _permute(call: Call) -> Outcome:
+def _permute(call: OpCall) -> RuleResult:
     x, dims = call["self"], call["dims"]
     if x.rows and (not dims or dims[0] % x.meta.ndim):
         raise Mixes("it moves the axis of the rows")
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _transpose(call: Call) -> Outcome:
+def _transpose(call: OpCall) -> RuleResult:
     x = call["self"]
     if x.rows and not (call["dim0"] % x.meta.ndim and call["dim1"] % x.meta.ndim):
         raise Mixes("it moves the axis of the rows")
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _t(call: Call) -> Outcome:
+def _t(call: OpCall) -> RuleResult:
     if call["self"].rows:
         raise Mixes("it moves the axis of the rows")
-    return Outcome(0, call["self"].bound)
+    return RuleResult(0, call["self"].bound)
 
 
 def _times(sizes: Sequence[Any]) -> int:
-    return sizes[0].times if sizes and isinstance(sizes[0], Rows) else 0
+    return sizes[0].times if sizes and isinstance(sizes[0], RowCount) else 0
 
 
-def _reshape(call: Call) -> Outcome:
+def _reshape(call: OpCall) -> RuleResult:
     x, sizes = call["self"], call["shape"]
     if x.rows and not _times(sizes):
         raise Mixes("its first size is not a number of rows")
@@ -161,32 +161,32 @@ def _reshape(call: Call) -> Outcome:
         raise Mixes("its argument has no rows")
     if any(isinstance(size, int) and size < 0 for size in sizes):
         raise Mixes("its sizes have to be given")
-    return Outcome(_times(sizes), x.bound)
+    return RuleResult(_times(sizes), x.bound)
 
 
-def _expand(call: Call) -> Outcome:
+def _expand(call: OpCall) -> RuleResult:
     x, sizes = call["self"], call["size"]
     if x.rows and (len(sizes) != x.meta.ndim or _times(sizes) != x.rows):
         raise Mixes("its first size is not the number of rows")
-    return Outcome(_times(sizes), x.bound)
+    return RuleResult(_times(sizes), x.bound)
 
 
-def _full(call: Call) -> Outcome:
-    return Outcome(_times(call["size"]))
+def _full(call: OpCall) -> RuleResult:
+    return RuleResult(_times(call["size"]))
 
 
-def _like(call: Call) -> Outcome:
-    return Outcome(call["self"].rows)
+def _like(call: OpCall) -> RuleResult:
+    return RuleResult(call["self"].rows)
 
 
-def _same(call: Call) -> Outcome:
-    return Outcome(call["self"].rows, call["self"].bound if not call["dtype"] else None)
+def _same(call: OpCall) -> RuleResult:
+    return RuleResult(call["self"].rows, call["self"].bound if not call["dtype"] else None)
 
 
 def _matrix(x: str, y: str, added: str | None = None) -> Rule:
     """`x @ y (+ added)`, where x has the rows."""
 
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         left, right, more = call[x], call[y], call[added] if added else None
         if right.rows:
             raise Mixes("its second matrix has rows")
@@ -195,34 +195,34 @@ def _matrix(x: str, y: str, added: str | None = None) -> Rule:
             _rows_of([product, more])
             if more.rows != left.rows and more.rows:
                 raise Mixes("its arguments have the rows on different axes")
-        return Outcome(left.rows)
+        return RuleResult(left.rows)
 
     return rule
 
 
-def _bmm(call: Call) -> Outcome:
+def _bmm(call: OpCall) -> RuleResult:
     if call["self"].rows != call["mat2"].rows:
         raise Mixes("its arguments have the rows on different axes")
-    return Outcome(call["self"].rows)
+    return RuleResult(call["self"].rows)
 
 
-def _layer_norm(call: Call) -> Outcome:
+def _layer_norm(call: OpCall) -> RuleResult:
     x = call["input"]
     if x.rows and len(call["normalized_shape"]) >= x.meta.ndim:
         raise Mixes("it is about all rows at once")
     if any(each.rows for each in call.tensors if each is not x):
         raise Mixes("its weight or bias has rows")
-    return Outcome(x.rows)
+    return RuleResult(x.rows)
 
 
 def _joined(more: int) -> Rule:
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         parts = call["tensors"]
         if not parts or len({(each.rows, each.meta.ndim) for each in parts}) > 1:
             raise Mixes("its parts have the rows on different axes")
         call.dims("dim", parts[0], more)
         bounds = [each.bound for each in parts]
-        return Outcome(parts[0].rows, None if None in bounds else max(bounds))
+        return RuleResult(parts[0].rows, None if None in bounds else max(bounds))
 
     return rule
 
@@ -234,7 +234,7 @@ def _within(index: Shaped, size: int) -> None:
         )
 
 
-def _gather(call: Call) -> Outcome:
+def _gather(call: OpCall) -> RuleResult:
     x, index = call["self"], call["index"]
     (dim,) = call.dims("dim", x)
     blocks = [each for each in call.tensors]
@@ -243,10 +243,10 @@ def _gather(call: Call) -> Outcome:
     ):
         raise Mixes("its arguments have the rows on different axes")
     _within(index, x.meta.shape[dim])
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _indexed(call: Call) -> Outcome:
+def _indexed(call: OpCall) -> RuleResult:
     """`x[:, places]`, or that with other numbers there."""
     x, values = call["self"], call["values"]
     indices = call["indices"]
@@ -258,43 +258,43 @@ def _indexed(call: Call) -> Outcome:
             raise Mixes("its indices have to be whole numbers, the same for all rows")
         _within(indices[i], x.meta.shape[i])
     if values is None:
-        return Outcome(x.rows, x.bound)
+        return RuleResult(x.rows, x.bound)
     there = _aten.index.Tensor(x.meta, [None if each is None else each.meta for each in indices])
     if values.rows and not x.rows:
         raise Mixes("its arguments have the rows on different axes")
     _rows_of([Shaped(there, x.rows), values])
-    return Outcome(x.rows)
+    return RuleResult(x.rows)
 
 
-def _index_select(call: Call) -> Outcome:
+def _index_select(call: OpCall) -> RuleResult:
     x, index = call["self"], call["index"]
     (dim,) = call.dims("dim", x)
     if index.rows:
         raise Mixes("its indices have rows")
     _within(index, x.meta.shape[dim])
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _embedding(call: Call) -> Outcome:
+def _embedding(call: OpCall) -> RuleResult:
     if call["weight"].rows:
         raise Mixes("its weight has rows")
     _within(call["indices"], call["weight"].meta.shape[0])
-    return Outcome(call["indices"].rows)
+    return RuleResult(call["indices"].rows)
 
 
-def _scattered(call: Call) -> Outcome:
+def _scattered(call: OpCall) -> RuleResult:
     """A copy with other numbers in a view."""
     x, src = call["self"], call["src"]
     call.dims("dim", x)
     if x.rows != src.rows:
         raise Mixes("its arguments have the rows on different axes")
-    return Outcome(x.rows)
+    return RuleResult(x.rows)
 
 
 def _argument_free(rule: Rule, *names: str) -> Rule:
     """The rule, for an operation whose other tensors have to be the same for all rows."""
 
-    def checked_rule(call: Call) -> Outcome:
+    def checked_rule(call: OpCall) -> RuleResult:
         if any(isinstance(call[name], Shaped) and call[name].rows for name in names):
             raise Mixes("one of its arguments has rows")
         return rule(call)

@@ -70,7 +70,7 @@ def try_out(program: Program, device: torch.device) -> None:
 
 
 def run(program: Program, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
-    """The program's result for rows, in their dtype; they are left as they are. `further`: as for `Bank.run`."""
+    """The program's result for rows, in their dtype; they are left as they are. `further`: as for `ProgramBank.run`."""
     return run_together([program], None, x_RH, *further)
 
 
@@ -82,9 +82,9 @@ def run_together(
     Args:
         programs: of one form.
         which_R: int64 `[R]` on the rows' device, the number of each row's program; None if there is only one.
-        further: as for `Bank.run`.
+        further: as for `ProgramBank.run`.
     """
-    bank = Bank(programs[0], len(programs), x_RH.device)
+    bank = ProgramBank(programs[0], len(programs), x_RH.device)
     for place, program in enumerate(programs):
         bank.put(place, program)
     return bank.run(x_RH, which_R, *further)
@@ -115,7 +115,7 @@ def unpacked(program: Program, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
-class Bank:
+class ProgramBank:
     """Programs of one form, ready to run on rows: what they have in common, and in `[P, ...]` what may differ between them.
 
     The tensors stay where they are, so a CUDA graph may read them.

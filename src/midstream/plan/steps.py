@@ -45,7 +45,7 @@ class Const:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCount:
     """A size: the number of rows, times a number."""
 
     times: int = 1
@@ -215,7 +215,7 @@ def written(arg: Any) -> Any:
             return {"step": arg.step} | ({} if arg.out is None else {"out": arg.out})
         case Const():
             return {"constant": arg.place}
-        case Rows():
+        case RowCount():
             return {"rows": arg.times}
         case DType():
             return {"dtype": arg.name}

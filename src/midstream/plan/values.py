@@ -403,9 +403,9 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
     if work > wire.MAX_STRANGERS_WORK:
         allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
         raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
-    if len(kept := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
+    if len(inputs := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
         allowed = f"up to {wire.MAX_STRANGERS_INPUTS} over HTTP"
-        raise fields.refuse("the plan", f"programs with {len(kept)} different further inputs", allowed)
+        raise fields.refuse("the plan", f"programs with {len(inputs)} different further inputs", allowed)
 
 
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:

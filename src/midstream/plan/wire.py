@@ -144,7 +144,7 @@ def from_wire(
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
     vectors, runs = _vectors(wire.get("vectors", {})), {**_runs(wire.get("runs", {})), **(named_runs or {})}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
-    reader = _Reader(trusted, vectors, runs, _programs(wire, trusted))
+    reader = _PlanReader(trusted, vectors, runs, _programs(wire, trusted))
     return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
 
 
@@ -214,7 +214,7 @@ _made_run = functools.lru_cache(16)(RecordedRun)  # a sweep's thousands of plans
 
 
 @dataclasses.dataclass
-class _Reader:
+class _PlanReader:
     """Reads interventions. Their constructors check what lies beyond the form."""
 
     trusted: bool

@@ -46,7 +46,8 @@ from midstream.requests.prompts import Prompt, encode, is_multimodal, offsets_of
 from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
-from midstream.trace.program import BlockProgram, Outcome, Program
+from midstream.trace.code import BlockProgram, TraceProgram
+from midstream.trace.outcome import Outcome
 
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
@@ -71,14 +72,14 @@ class Invoke:
     """
 
     prompt: Any
-    program: Program | None
+    program: TraceProgram | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     answers: Answers = field(default_factory=dict)
     is_elsewhere: bool = False
     collected: Collected | None = None
     record: RecordAs | None = None
-    edits: Sequence[Program] | None = None
+    edits: Sequence[TraceProgram] | None = None
     is_streamed: bool = True
 
     @property

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.forward import STEP_START, Forward
-from midstream.trace.remote import CALL, Place, RemoteValue
+from midstream.trace.parallel import CALL, Origin, StageValue
 from midstream.trace.rows import private
 from midstream.trace.saves import Saves
 from midstream.trace.visit import Journal, Visit
@@ -82,7 +82,7 @@ class Body:
         name: the same on all ranks.
         run: the trace's code.
         in_engine: whether an engine runs the forward. Saved tensors are then copied, because it uses its buffers again, and edits are
-            kept, because it computes positions again after a preemption.
+            saved, because it computes positions again after a preemption.
 
     Attributes:
         step: the step that the body's next read is about; 0 is the prompt's forward.
@@ -252,15 +252,15 @@ class Body:
         visit, self.visit = self.visit, None
         if visit is not None:
             visit.leave()
-        for kept, version, value in self._copied:
-            if kept._version != version:  # the edit takes effect on the value's stage, and the save stays as it was
+        for saved, version, value in self._copied:
+            if saved._version != version:  # the edit takes effect on the value's stage, and the save stays as it was
                 self.saves.put(value, value)
-                self.saves.put(kept, value)
+                self.saves.put(saved, value)
         self._copied.clear()
         self._fetched.clear()
 
     def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
-        """The result of `view` for the visit to `key`, or a RemoteValue if another stage has that point.
+        """The result of `view` for the visit to `key`, or a StageValue if another stage has that point.
 
         `width`: length of the tuple that it is, if that is known.
         """
@@ -284,25 +284,25 @@ class Body:
         owner = stage.of(key)
         number, self.reads = self.reads, self.reads + 1
         if owner == stage.index:
-            return stage.share(self.name, number, key, value)
+            return stage.publish(self.name, number, key, value)
         called = key[-1] == CALL
         if not called:
             self._ask(key)
         claim = stage.claim(owner, self.name, number)
-        place = Place(self.name, number, owner, self.step, called, point_name(key), self.fetch, width, claim=claim)
-        return RemoteValue(place)
+        origin = Origin(self.name, number, owner, self.step, called, point_name(key), self.fetch, width, claim=claim)
+        return StageValue(origin)
 
-    def fetch(self, place: Place) -> Any:
+    def fetch(self, origin: Origin) -> Any:
         """Wait for another stage's value. Called when a body of this engine uses it, which may be another one than read it."""
         body, stage = current_body(), self.forward.stage
-        fetch = stage.fetch(place)
+        fetch = stage.fetch(origin)
         if not fetch.done or self.forward.peers.several:  # tensor-parallel ranks all wait, or none does
-            comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stage.index)
-            if not comes and place.called:
-                body._asked, body._reached = (place.name,), max(body._reached, stage.begin_of(place.stage))
+            comes = body.ended or origin.step < body.now or (origin.step == body.now and origin.stage < stage.index)
+            if not comes and origin.called:
+                body._asked, body._reached = (origin.name,), max(body._reached, stage.begin_of(origin.stage))
             body._wait_for(fetch, comes)
         found = stage.received(fetch)
-        if body._asked is not None and place.name == point_name(body._asked) and place.step == body.step:
+        if body._asked is not None and origin.name == point_name(body._asked) and origin.step == body.step:
             body._fetched |= {memory_of(tensor) for _, tensor in leaves(found)}
         return found
 
@@ -391,34 +391,34 @@ class Body:
         if not isinstance(value, torch.Tensor):
             self.saves.put(value, value)
             return value
-        kept = self._copy(value) if self.in_engine or self.forward.is_live(value) else value
+        saved = self._copy(value) if self.in_engine or self.forward.is_live(value) else value
         if value.requires_grad:  # its gradient is read at itself, not at a copy
-            if self.saves.put_with_gradient(value, kept):
+            if self.saves.put_with_gradient(value, saved):
                 return value
         else:
-            self.saves.put(value, kept)
-        self.saves.put(kept, kept)
-        return kept
+            self.saves.put(value, saved)
+        self.saves.put(saved, saved)
+        return saved
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
         if memory_of(value) in self._fetched:
-            kept = private(value)
-            self._copied.append((kept, kept._version, value))
-            return kept
+            saved = private(value)
+            self._copied.append((saved, saved._version, value))
+            return saved
         if self.visit is None or value.requires_grad or not self.visit.holds(value):
             return value.clone()
-        kept = private(value)
+        saved = private(value)
 
         def written() -> None:
             """The trace has edited the copy: edit the activation in the same way. The saved value stays as it was."""
-            if self.saves.kept(kept) is kept:  # the first time
+            if self.saves.saved_for(saved) is saved:  # the first time
                 was = value.clone()
                 self.saves.put(value, was)
-                self.saves.put(kept, was)
-            value.copy_(kept)
+                self.saves.put(saved, was)
+            value.copy_(saved)
 
-        self.visit.follow(kept, written)
-        return kept
+        self.visit.follow(saved, written)
+        return saved
 
 
 # A body runs on the forward's thread, but must not share torch's modes, random numbers and the C stack with it.

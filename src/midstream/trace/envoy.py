@@ -22,7 +22,7 @@ from midstream.errors import ShapeError, TraceError, UnknownModuleError, Unknown
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, ForwardSource, forward_source
-from midstream.trace.remote import RemoteValue, real
+from midstream.trace.parallel import StageValue, real
 from midstream.trace.tracer import BodyTracer
 
 
@@ -498,7 +498,7 @@ class ModelEnvoy(Envoy, Sizes):
 
     def project_on_vocab(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logit lens (nostalgebraist, 2020): final norm and unembedding of `hidden`, `[n, hidden]` -> `[n, vocab]`."""
-        if not isinstance(hidden, RemoteValue) and hidden.shape[-1] != self.hidden_size:
+        if not isinstance(hidden, StageValue) and hidden.shape[-1] != self.hidden_size:
             raise ShapeError(f"project_on_vocab takes [n, {self.hidden_size}]; {list(hidden.shape)} was given.")
         norm = self._arch.binding("final_norm")  # raises a clear error if there is none
         return self._computed(norm.path, lambda: self._apart(self._unembed, (real(hidden),), {}))
@@ -521,7 +521,7 @@ class ModelEnvoy(Envoy, Sizes):
             raise UnknownSiteError(f"steer: layers {out} are out of range; the model has {self.num_layers}.")
         for layer in sorted(i % self.num_layers for i in chosen):
             hidden = self.layers_output[layer]
-            if isinstance(hidden, RemoteValue):
+            if isinstance(hidden, StageValue):
                 continue
             added = factor * real(vector).to(hidden)
             if positions is None:
@@ -538,7 +538,7 @@ class ModelEnvoy(Envoy, Sizes):
             raise UnknownSiteError(f"skip_layers({start}, {end}): layers run from 0 to {self.num_layers - 1}.")
         start, end = first, last
         before = self.layers_input[start]
-        self.layers_output[end] = before if isinstance(before, RemoteValue) else before.clone()
+        self.layers_output[end] = before if isinstance(before, StageValue) else before.clone()
 
     def __repr__(self) -> str:
         return f"<model: {type(self._module).__name__}, {self.num_layers} layers>"

@@ -22,7 +22,7 @@ from midstream import hooks
 from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
-from midstream.trace.remote import ALONE, Peers, Stage
+from midstream.trace.parallel import ALONE, Peers, Stage
 from midstream.trace.rewrite import compiled, made_again
 from midstream.trace.saves import closure_of
 from midstream.trace.visit import Visit

@@ -14,7 +14,7 @@ from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverR
 from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
-from midstream.trace.rows import Event, FlatRows, Part, Span
+from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan
 from midstream.trace.visit import Journal, Visit, move_to_host
 
 
@@ -30,11 +30,11 @@ class Interleaver(Forward):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.bodies: dict[str, Body] = {}
-        self.rows: dict[str, Part] = {}
-        self.last_rows: dict[str, Part] = {}
+        self.rows: dict[str, RequestRows] = {}
+        self.last_rows: dict[str, RequestRows] = {}
         self._waiting: dict[Key, list[Body]] = {}
         self._replays: dict[Key, list[tuple[Journal, FlatRows]]] = {}
-        self._span: Span | None = None
+        self._span: RowSpan | None = None
 
     # Requests.
 
@@ -109,9 +109,9 @@ class Interleaver(Forward):
 
     def begin_step(
         self,
-        rows: Mapping[str, Part],
+        rows: Mapping[str, RequestRows],
         replays: Sequence[tuple[Journal, FlatRows]] = (),
-        last_rows: Mapping[str, Part] | None = None,
+        last_rows: Mapping[str, RequestRows] | None = None,
     ) -> None:
         """A forward pass begins that holds these requests' tokens.
 
@@ -355,7 +355,7 @@ class Interleaver(Forward):
         return released
 
 
-def _dense_span(rows: list[Part]) -> Span | None:
+def _dense_span(rows: list[RequestRows]) -> RowSpan | None:
     """The rows from the first traced one to the last, if at least half of them are traced: then they are worth reading together."""
     flat = [part for part in rows if isinstance(part, FlatRows)]
     if len(flat) < 2:

@@ -37,12 +37,14 @@ from midstream.arch.aliases import Aliases
 from midstream.errors import TraceError
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import CURRENT, Body, StopTrace, current_body, never_reached, step_is_over
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write, repeats
-from midstream.trace.program import BlockProgram, FunctionProgram, Outcome, Program, _Pickler, outcome
-from midstream.trace.remote import Peers
+from midstream.trace.outcome import Outcome, outcome
+from midstream.trace.parallel import Peers
 from midstream.trace.saves import variables_of
+from midstream.trace.shipping import CodePickler
 from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
 from midstream.trace.tracer import BodyTracer, Cache
 from midstream.trace.weights import Weights
@@ -148,7 +150,7 @@ class Recording:
 
 
 def record(
-    program: Program,
+    program: TraceProgram,
     model: Model,
     tokens: int,
     steps: int,
@@ -169,7 +171,7 @@ def record(
     notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules = {name: (module, dict(vars(module))) for name, module in _give_kinds(program).items()}
-    held = _Held()
+    held = _PrintedOutput()
     token = CURRENT.set(body)
     try:
         with (
@@ -216,7 +218,7 @@ def record(
     )
 
 
-class _Fingerprint(_Pickler):
+class _Fingerprint(CodePickler):
     """Pickles code that `Model.resolve` has given its model."""
 
     def persistent_id(self, obj: Any) -> Any:
@@ -225,14 +227,14 @@ class _Fingerprint(_Pickler):
         return super().persistent_id(obj)
 
 
-def fingerprint(programs: list[list[Program]]) -> tuple[bytes, Any] | None:
+def fingerprint(programs: list[list[TraceProgram]]) -> tuple[bytes, Any] | None:
     """Equal for copies of programs whose variables are equal; None if that is not known."""
     buffer, weights = io.BytesIO(), Weights()
     for program in (each for own in programs for each in own):
         _give_kinds(program)
         if isinstance(program, FunctionProgram):
             with contextlib.suppress(TraceError):
-                _ = program._takes_tracer  # kept in the program once it is known
+                _ = program._takes_tracer  # cached on the program
     try:
         _Fingerprint(buffer, weights).dump(programs)
         return _without_class_ids(buffer.getvalue()), weights.contents()
@@ -263,7 +265,7 @@ def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
     return bool(changed or new)
 
 
-def _give_kinds(program: Program) -> dict[str, ModuleType]:
+def _give_kinds(program: TraceProgram) -> dict[str, ModuleType]:
     """Have a program's functions use `kind_of` for `type`. Returns the modules among the variables that they use."""
     modules: dict[str, ModuleType] = {}
     program = getattr(program, "program", program)
@@ -287,7 +289,7 @@ def _give_kinds(program: Program) -> dict[str, ModuleType]:
     return modules
 
 
-def _file_of(program: Program) -> str:
+def _file_of(program: TraceProgram) -> str:
     program = getattr(program, "program", program)  # of a standing edit
     if isinstance(program, BlockProgram):
         return program.block.code.co_filename
@@ -322,7 +324,7 @@ class RecordedBody(Body):
         self.notes, self.saved = notes, list[StandIn]()
         self.watched: dict[Point, int] = {}
         self._model, self._tokens, self._count = model, tokens, steps
-        self._here: _Visit | None = None
+        self._visit: _RecordedVisit | None = None
         self._position = -1
         notes.steps.append(StepGraph(tokens))
 
@@ -346,12 +348,12 @@ class RecordedBody(Body):
 
     def leave(self) -> None:
         """The code goes on to another point: what it has written at the last one is final."""
-        here, self._here = self._here, None
+        here, self._visit = self._visit, None
         if here is not None:
             here.close()
 
     def at(self, key: Key) -> Any:
-        here = self._here
+        here = self._visit
         if here is not None and here.key == key and not self.ended:
             return here
         if self.ended:
@@ -366,8 +368,8 @@ class RecordedBody(Body):
             self.notes.end(f"{point_name(key)} is asked for out of the forward's order")
         self.leave()
         self._position = max(self._position, first)
-        self._here = _Visit(self, key, self._model)
-        return self._here
+        self._visit = _RecordedVisit(self, key, self._model)
+        return self._visit
 
     def read(self, key: Key, view: Callable[[Any], Any], width: int | None = None) -> Any:
         return view(self.at(key))
@@ -387,14 +389,14 @@ class RecordedBody(Body):
         if not isinstance(value, torch.Tensor):
             self.saves.put(value, value)
             return value
-        kept: Any = value.clone()
-        if isinstance(kept, StandIn):
-            self.saved.append(kept)
-        if self._here is not None:
-            self._here.follow(value, kept)
-        self.saves.put(value, kept)
-        self.saves.put(kept, kept)
-        return kept
+        saved: Any = value.clone()
+        if isinstance(saved, StandIn):
+            self.saved.append(saved)
+        if self._visit is not None:
+            self._visit.follow(value, saved)
+        self.saves.put(value, saved)
+        self.saves.put(saved, saved)
+        return saved
 
     @property
     def vocab_size(self) -> int:
@@ -431,7 +433,7 @@ class _RecordedCache(Cache):
     get = keys = values = items = _unknown  # type: ignore[assignment]
 
 
-class _Visit:
+class _RecordedVisit:
     """The values at one point of the forward: the stand-ins that the code gets, and what it puts in their place."""
 
     def __init__(self, body: RecordedBody, key: Key, model: Model) -> None:
@@ -547,17 +549,17 @@ class _Visit:
     def _state(self, value: torch.Tensor) -> Any:
         return value.memory.version if isinstance(value, StandIn) else self._notes.value_of(value)
 
-    def follow(self, value: torch.Tensor, kept: torch.Tensor) -> None:
-        """`kept` is a saved copy of `value`. In the forward, a change of it changes the activation, too."""
+    def follow(self, value: torch.Tensor, saved: torch.Tensor) -> None:
+        """`saved` is a saved copy of `value`. In the forward, a change of it changes the activation, too."""
         here = [each.memory for each in self._now.values() if isinstance(each, StandIn)]
-        if isinstance(value, StandIn) and isinstance(kept, StandIn) and value.memory in here:
-            self._followed.append((value, kept, kept.memory.version))
+        if isinstance(value, StandIn) and isinstance(saved, StandIn) and value.memory in here:
+            self._followed.append((value, saved, saved.memory.version))
 
     def _settle(self) -> None:
-        for place, (value, kept, version) in enumerate(self._followed):
-            if kept.memory.version != version:
-                value.copy_(kept)
-                self._followed[place] = value, kept, kept.memory.version
+        for place, (value, saved, version) in enumerate(self._followed):
+            if saved.memory.version != version:
+                value.copy_(saved)
+                self._followed[place] = value, saved, saved.memory.version
 
     def close(self) -> None:
         """Note what the code has written."""
@@ -580,7 +582,7 @@ class _Visit:
 # The model.
 
 
-class _Stage:
+class _WholeModel:
     """The modules of the whole model, as one stage."""
 
     index, size = 0, 1
@@ -626,13 +628,13 @@ def _unembed(hidden: torch.Tensor) -> Any:
     return body.compute_by("project_on_vocab", hidden, (*_shape(hidden)[:-1], body.vocab_size))
 
 
-class _Forward:
+class _RecordedForward:
     """The part of `trace.forward.Forward` that a model in another process has."""
 
     stepping = True
 
     def __init__(self, model: Model) -> None:
-        self.stage, self.peers, self.aliases = _Stage(model.modules), _Applied(), model.aliases
+        self.stage, self.peers, self.aliases = _WholeModel(model.modules), _Applied(), model.aliases
         self.modules: dict[str, Any] = {}
 
     def apart(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -650,7 +652,7 @@ class _Forward:
 
 class _RecordedModel(ModelEnvoy):
     def __init__(self, model: Model) -> None:
-        forward: Any = _Forward(model)
+        forward: Any = _RecordedForward(model)
         absent: Any = None
         super().__init__(absent, model.arch, forward, _unembed, model.tokenizer)
         self._config = model.text_config
@@ -679,7 +681,7 @@ _IMPURE = frozenset(
 )
 
 
-class _Held(io.StringIO):
+class _PrintedOutput(io.StringIO):
     """Takes what the code prints: it is printed when the code runs for its request."""
 
     used = False
@@ -690,7 +692,7 @@ class _Held(io.StringIO):
 
 
 @contextlib.contextmanager
-def _held_back(held: _Held) -> Iterator[None]:
+def _held_back(held: _PrintedOutput) -> Iterator[None]:
     with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
         yield
 

@@ -80,7 +80,7 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
         _refuse_escapes(statement, filename)
     rewriter = _Rewriter()
     body = [rewriter.visit(statement) for statement in copy.deepcopy(statements)]
-    names = _Names(body)
+    names = _BoundNames(body)
     bound = sorted(names.bound)
     function: Any = ast.copy_location(ast.parse("def __block__(): pass").body[0], node)
     # A statement has to come first, so that a leading string is no docstring.
@@ -323,7 +323,7 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], at: ast.
     return ast.copy_location(ast.Call(func, args, keywords), at)
 
 
-class _Names:
+class _BoundNames:
     """The names that statements bind (`bound`), and those that they may read before (`early`).
 
     The statements are walked in order. `sure` holds the names that are certainly bound by now.

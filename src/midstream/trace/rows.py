@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from midstream.sites import Binding, Key, point_name
-from midstream.trace.remote import ALONE, Peers
+from midstream.trace.parallel import ALONE, Peers
 from midstream.tree import Ref, follow, replaced
 
-Span = tuple[int, int]  # rows [first, last) of the flat batch
+RowSpan = tuple[int, int]  # rows [first, last) of the flat batch
 Written = Callable[
     [Key, Binding, int, torch.Tensor], None
 ]  # takes the point, the site, the first position and the value
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Where the rows of a step's requests lie in an engine's flat batch `[T, ...]`: one request's after the other's.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
 class FlatRows:
-    """One request's rows `[start, stop)` in a `Layout`, whose batch is `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
+    """One request's rows `[start, stop)` in a `BatchLayout`, whose batch is `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
 
     `take` returns a copy that is a normal tensor: the engine's later kernels overwrite its buffers, and an inference-mode tensor has no
     version counter that would show an edit.
@@ -140,7 +140,7 @@ class BatchRows:
         return full
 
 
-Part = FlatRows | BatchRows  # one request's part of a step's batch
+RequestRows = FlatRows | BatchRows  # one request's part of a step's batch
 
 
 def private(part: torch.Tensor) -> torch.Tensor:
@@ -169,22 +169,22 @@ class Event:
         self.direct = direct
         self._peers = peers
         self._shards = peers.shards(laid_out_as or key)
-        self._joined: dict[tuple[Ref, Span], torch.Tensor] = {}
+        self._joined: dict[tuple[Ref, RowSpan], torch.Tensor] = {}
         self._owned: set[Ref] = set()  # leaves that are copies already
-        self._shared: dict[tuple[Binding, Span], SharedSite] = {}
+        self._shared: dict[tuple[Binding, RowSpan], SharedSite] = {}
 
-    def shared(self, binding: Binding, span: Span, total: int, body: str) -> SharedSite:
+    def shared(self, binding: Binding, span: RowSpan, total: int, body: str) -> SharedSite:
         """The site's value for all traced requests of this event. `body` is the one that asks for it."""
         if (binding, span) not in self._shared:
             self._shared[binding, span] = SharedSite(self, binding, span, total, body)
         return self._shared[binding, span]
 
-    def take_tokens(self, ref: Ref, rows: Part, body: str) -> torch.Tensor:
+    def take_tokens(self, ref: Ref, rows: RequestRows, body: str) -> torch.Tensor:
         """These tokens of the full leaf, `[t, ...]`: a view of the engine's tensor, unless that is a part."""
         part = rows.view(self.leaf(ref), True)
         return self._join(ref, part, 1, body) if ref in self._shards else part
 
-    def take(self, ref: Ref, rows: Part, span: Span | None, body: str) -> torch.Tensor:
+    def take(self, ref: Ref, rows: RequestRows, span: RowSpan | None, body: str) -> torch.Tensor:
         """One request's rows of the full leaf, for a trace to hold. Parts are joined for all rows of `span` at once."""
         full = self.leaf(ref)
         if ref not in self._shards or not isinstance(rows, FlatRows):
@@ -220,7 +220,7 @@ class Event:
         """Whether an earlier write has replaced the leaf by a tensor of the event's own."""
         return ref in self._owned
 
-    def write(self, ref: Ref, value: torch.Tensor, rows: Part, tokens: bool, in_place: bool = False) -> None:
+    def write(self, ref: Ref, value: torch.Tensor, rows: RequestRows, tokens: bool, in_place: bool = False) -> None:
         """Replace this request's part of the leaf by `value`, which is `[t, ...]` if `tokens`.
 
         The engine's own tensor stays as it is, since other modules may use it, unless `in_place` asks for a write to it.
@@ -237,7 +237,7 @@ class Event:
         self.tree = replaced(self.tree, ref, full)
         self._owned.add(ref)
 
-    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Part, tokens: bool) -> torch.Tensor:
+    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: RequestRows, tokens: bool) -> torch.Tensor:
         """This rank's part of `value`. Joined tensors of these rows are brought up to date."""
         assert isinstance(rows, FlatRows)
         for key in [key for key in self._joined if key[0] == ref]:
@@ -258,13 +258,13 @@ class SharedSite:
     trace edits its own rows in place, and each run of neighbouring edited rows goes back in one write.
     """
 
-    def __init__(self, event: Event, binding: Binding, span: Span, total: int, body: str) -> None:
+    def __init__(self, event: Event, binding: Binding, span: RowSpan, total: int, body: str) -> None:
         self._event = event
         self._binding = binding
         self._first = span[0]
         self._total = total
-        self._edited: dict[Span, tuple[FlatRows, Written | None]] = {}
-        self._replaced: dict[Span, torch.Tensor] = {}
+        self._edited: dict[RowSpan, tuple[FlatRows, Written | None]] = {}
+        self._replaced: dict[RowSpan, torch.Tensor] = {}
         rows = FlatRows(*span, total)
 
         def leaf(ref: Ref) -> torch.Tensor | None:
@@ -295,11 +295,11 @@ class SharedSite:
             value = torch.cat([self.part(self._edited[span][0]) for span in run]) if self._replaced else self.part(rows)
             for ref, part in self._binding.leaves(value, self._event.leaf):
                 self._event.write(ref, part, rows, tokens=True, in_place=self._binding.in_place)
-            kept = value.clone() if any(self._edited[span][1] is not None for span in run) else value
+            written_rows = value.clone() if any(self._edited[span][1] is not None for span in run) else value
             for span in run:
                 own, written = self._edited[span]
                 if written is not None:
-                    part = kept[own.start - rows.start : own.stop - rows.start]
+                    part = written_rows[own.start - rows.start : own.stop - rows.start]
                     written(self._event.key, self._binding, own.first_position, part)
         self._edited.clear()
         self._replaced.clear()
@@ -309,9 +309,9 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-def _runs(spans: dict[Span, Any]) -> list[list[Span]]:
+def _runs(spans: dict[RowSpan, Any]) -> list[list[RowSpan]]:
     """Spans grouped into runs of neighbours without a gap."""
-    runs: list[list[Span]] = []
+    runs: list[list[RowSpan]] = []
     for span in sorted(spans):
         if runs and runs[-1][-1][1] == span[0]:
             runs[-1].append(span)

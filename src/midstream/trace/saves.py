@@ -6,7 +6,7 @@
                 self.found.append(self.model.layers_output[3].save())
                 keep(self.model.logits)         # a function that appends to a list of its own
 
-The engine works on copies of `self` and `keep`, and so of their lists. These come back as `self.found` and `keep.kept`.
+The engine works on copies of `self` and `keep`, and so of their lists. These come back as `self.found` and `keep.saved`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from midstream.errors import UnsavedError
-from midstream.trace.remote import BINARY, COMPARISONS, UNARY
+from midstream.trace.parallel import BINARY, COMPARISONS, UNARY
 from midstream.tree import Opaque
 
 CONTAINERS = (list, dict, deque)
@@ -55,23 +55,23 @@ class Saves:
     def __bool__(self) -> bool:
         return bool(self._by_id)
 
-    def put(self, value: Any, kept: Any) -> None:
-        """Bring `kept` back for `value`."""
-        self._by_id[id(value)] = (value, kept, None)
+    def put(self, value: Any, saved: Any) -> None:
+        """Bring `saved` back for `value`."""
+        self._by_id[id(value)] = (value, saved, None)
 
-    def put_with_gradient(self, value: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Bring back the tensor itself as long as it does not change, else `kept`. Whether it has not changed since its first save."""
-        _, _, version = self._by_id.setdefault(id(value), (value, kept, value._version))
+    def put_with_gradient(self, value: torch.Tensor, saved: torch.Tensor) -> bool:
+        """Bring back the tensor itself as long as it does not change, else `saved`. Whether it has not changed since its first save."""
+        _, _, version = self._by_id.setdefault(id(value), (value, saved, value._version))
         return version == value._version
 
-    def kept(self, value: Any) -> Any:
+    def saved_for(self, value: Any) -> Any:
         """The value to bring back for a saved one."""
-        value, kept, version = self._by_id[id(value)]
-        return value if version is not None and value._version == version else kept
+        value, saved, version = self._by_id[id(value)]
+        return value if version is not None and value._version == version else saved
 
     def pick(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """The values to bring back for those of `names` that were saved."""
-        return {name: self.kept(value) for name, value in names.items() if id(value) in self._by_id}
+        return {name: self.saved_for(value) for name, value in names.items() if id(value) in self._by_id}
 
     def has_some_of(self, container: Any) -> bool:
         """Whether a container has a saved value in it, at any depth."""
@@ -80,7 +80,7 @@ class Saves:
     def has_all_tensors_of(self, container: Any) -> bool:
         """Whether a container has a saved value in it, and no tensor that was not saved."""
         every = list(contents(container)) if self else []
-        saved = [value for value in every if id(value) in self._by_id and self.kept(value) is value]
+        saved = [value for value in every if id(value) in self._by_id and self.saved_for(value) is value]
         return bool(saved) and sum(map(_is_tensor, saved)) == sum(map(_is_tensor, every))
 
 

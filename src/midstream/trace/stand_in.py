@@ -33,7 +33,7 @@ class Ended(BaseException):
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class StandInMemory:
     """The numbers that one or several stand-ins share.
 
     Attributes:
@@ -52,13 +52,13 @@ class Memory:
 class StandIn(torch.Tensor):
     """Stands for a tensor of the forward: it has a shape, and no numbers."""
 
-    memory: Memory
+    memory: StandInMemory
     chain: Chain
     meta: torch.Tensor
     is_on_cpu: bool
 
     @staticmethod
-    def of(meta: torch.Tensor, memory: Memory, chain: Chain = (), is_on_cpu: bool = False) -> StandIn:
+    def of(meta: torch.Tensor, memory: StandInMemory, chain: Chain = (), is_on_cpu: bool = False) -> StandIn:
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             StandIn, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("cpu")
         )
@@ -228,7 +228,7 @@ class Notes:
         self.may_raise: int | None = None
         self._count = 0
         self._consts: dict[Any, tuple[torch.Tensor, Value]] = {}
-        self._filled: dict[int | None, tuple[Memory, torch.Tensor, torch.Tensor]] = {}
+        self._filled: dict[int | None, tuple[StandInMemory, torch.Tensor, torch.Tensor]] = {}
 
     # What the code does.
 
@@ -260,7 +260,7 @@ class Notes:
     def new(self, value: Value, is_on_cpu: bool = False) -> StandIn:
         """A stand-in for a new tensor with this value."""
         meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return StandIn.of(meta, Memory(self.add(value)), is_on_cpu=is_on_cpu)
+        return StandIn.of(meta, StandInMemory(self.add(value)), is_on_cpu=is_on_cpu)
 
     def const(self, tensor: torch.Tensor) -> Value:
         """The value of one of the code's own tensors, as it is now."""
@@ -329,7 +329,7 @@ class Notes:
             whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
             flat = whole.to("meta")
             self._filled[_storage_of(tensor)] = (
-                Memory(Value("const", whole.clone(), shape=tuple(flat.shape), dtype=flat.dtype)),
+                StandInMemory(Value("const", whole.clone(), shape=tuple(flat.shape), dtype=flat.dtype)),
                 flat,
                 tensor,
             )
@@ -366,7 +366,7 @@ class Notes:
         made = [
             StandIn.of(
                 each,
-                Memory(
+                StandInMemory(
                     self.add(
                         Value(
                             "call",

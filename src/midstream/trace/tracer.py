@@ -237,15 +237,15 @@ class CacheEntry:
         before = getattr(self, field_name)
         if before is None:
             setattr(self, field_name, value)
-        elif isinstance(before, _Steps):
+        elif isinstance(before, _PerStep):
             before.append(value)
         else:
-            setattr(self, field_name, _Steps([before, value]))
+            setattr(self, field_name, _PerStep([before, value]))
 
     @property
     def input(self) -> Any:
         """The first argument; a list if the request ran several steps."""
-        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _Steps) else _first(self.inputs)
+        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _PerStep) else _first(self.inputs)
 
     def __len__(self) -> int:
         return max(map(len, self._steps.values()), default=0)
@@ -257,7 +257,7 @@ class CacheEntry:
     def parts(self) -> list[tuple[str, list[int], list[Any]]]:
         """Each field with the steps and the values of its calls, for `of`."""
         found = [(name, numbers, getattr(self, name)) for name, numbers in self._steps.items()]
-        return [(name, numbers, [*each] if isinstance(each, _Steps) else [each]) for name, numbers, each in found]
+        return [(name, numbers, [*each] if isinstance(each, _PerStep) else [each]) for name, numbers, each in found]
 
     @classmethod
     def of(cls, parts: Iterable[tuple[str, list[int], list[Any]]]) -> CacheEntry:
@@ -280,7 +280,7 @@ class CacheEntry:
         return CacheEntry.of(parts)
 
 
-class _Steps(list[Any]):
+class _PerStep(list[Any]):
     """Values of several steps, as opposed to a list that a module returned."""
 
 

@@ -14,12 +14,12 @@ import torch
 
 from midstream.errors import ShapeError, TraceError
 from midstream.sites import Binding, Key, point_name
-from midstream.trace.rows import Event, FlatRows, Part, SharedSite, Span, private
+from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan, SharedSite, private
 from midstream.tree import Ref, as_bits, leaves, map_tensors, memory_of, shape_text
 
 
 @dataclass
-class _Edit:
+class _JournalEntry:
     """The value written to a site or a leaf, at the positions from `first_position` on along `axis`."""
 
     where: Binding | Ref
@@ -32,8 +32,8 @@ class Journal:
     """One request's edits, by point. A later edit of the same positions replaces the earlier one."""
 
     def __init__(self) -> None:
-        self._edits: defaultdict[Key, dict[tuple[Binding | Ref, int], _Edit]] = defaultdict(dict)
-        self.fresh: list[_Edit] = []  # edits whose values are still on the GPU
+        self._edits: defaultdict[Key, dict[tuple[Binding | Ref, int], _JournalEntry]] = defaultdict(dict)
+        self.fresh: list[_JournalEntry] = []  # edits whose values are still on the GPU
 
     def __iter__(self) -> Iterator[Key]:
         """The edited points."""
@@ -44,7 +44,7 @@ class Journal:
 
     def add(self, key: Key, where: Binding | Ref, first_position: int, value: torch.Tensor, axis: int = 0) -> None:
         """Note an edit. The journal keeps `value` itself."""
-        edit = _Edit(where, axis, first_position, value)
+        edit = _JournalEntry(where, axis, first_position, value)
         self._edits[key][where, first_position] = edit
         if value.is_cuda:
             self.fresh.append(edit)
@@ -80,7 +80,7 @@ def _make_again(event: Event, where: Binding | Ref, value: torch.Tensor, rows: F
 
 def move_to_host(journals: Iterable[Journal]) -> None:
     """Copy a step's edits to host memory without waiting, so that a long generation does not fill the GPU with them."""
-    by_dtype: defaultdict[torch.dtype, list[_Edit]] = defaultdict(list)
+    by_dtype: defaultdict[torch.dtype, list[_JournalEntry]] = defaultdict(list)
     for journal in journals:
         for edit in journal.fresh:
             by_dtype[edit.value.dtype].append(edit)
@@ -138,10 +138,10 @@ class Visit:
     def __init__(
         self,
         event: Event,
-        rows: Part,
+        rows: RequestRows,
         step: int,
         journal: Journal | None = None,
-        span: Span | None = None,
+        span: RowSpan | None = None,
         body: str = "",
         live: set[int | None] | None = None,
     ) -> None:

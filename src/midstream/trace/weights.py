@@ -83,7 +83,7 @@ def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-class _Layout(NamedTuple):
+class _MemoryLayout(NamedTuple):
     """How a tensor or an array lies in memory. Strides are in bytes.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Layout(NamedTuple):
 
 
 @dataclass
-class _Taken:
+class _CallersTensor:
     """A tensor or an array that a trace uses.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Taken:
     number: int
     given: Any
     value: torch.Tensor | np.ndarray[Any, Any]
-    layout: _Layout
+    layout: _MemoryLayout
     device: torch.device
     address: int
     range: tuple[int, int] = field(init=False)
@@ -152,29 +152,29 @@ class _Taken:
         self.range = self.layout.range(self.address)
 
     @classmethod
-    def of(cls, number: int, given: torch.Tensor | np.ndarray[Any, Any]) -> _Taken:
+    def of(cls, number: int, given: torch.Tensor | np.ndarray[Any, Any]) -> _CallersTensor:
         if isinstance(given, np.ndarray):
             writable, owns = bool(given.flags.writeable), bool(given.flags.owndata)
-            layout = _Layout(given.dtype, given.shape, given.strides, is_writable=writable, owns=owns)
+            layout = _MemoryLayout(given.dtype, given.shape, given.strides, is_writable=writable, owns=owns)
             return cls(number, given, given, layout, _CPU, given.__array_interface__["data"][0])
         value, is_conj, is_neg = given.detach(), given.is_conj(), given.is_neg()
         value = value.conj() if is_conj else value
         value = torch._neg_view(value) if is_neg else value
         strides = tuple(step * value.element_size() for step in value.stride())
-        layout = _Layout(value.dtype, tuple(value.shape), strides, is_conj, is_neg)
+        layout = _MemoryLayout(value.dtype, tuple(value.shape), strides, is_conj, is_neg)
         return cls(number, given, value, layout, value.device, value.data_ptr())
 
     @property
     def is_array(self) -> bool:
         return isinstance(self.value, np.ndarray)
 
-    def alone(self) -> _Taken:
+    def alone(self) -> _CallersTensor:
         """The same in memory of its own, if most of the memory between its elements is not its own."""
         begin, end = self.range
         if end - begin <= 2 * self.layout.nbytes:
             return self
         dense = self.value.copy() if isinstance(self.value, np.ndarray) else self.value.contiguous()
-        new = _Taken.of(self.number, dense)
+        new = _CallersTensor.of(self.number, dense)
         flags = self.layout
         new.layout = new.layout._replace(
             is_conj=flags.is_conj, is_neg=flags.is_neg, is_writable=flags.is_writable, owns=flags.owns
@@ -182,12 +182,12 @@ class _Taken:
         return new
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where a tensor or array is: in which block, and how many bytes from its beginning."""
 
     block: int
     offset: int
-    layout: _Layout
+    layout: _MemoryLayout
 
 
 _Block = str | bytes  # a weight's digest, or the bytes themselves if they are few
@@ -202,7 +202,7 @@ class Head(NamedTuple):
     """
 
     blocks: list[_Block]
-    places: dict[int, _Place]
+    places: dict[int, _Location]
     mixed: list[str]
 
 
@@ -215,7 +215,7 @@ class Weights:
 
     def __init__(self, apart: bool = True) -> None:
         self._least = LEAST_BYTES if apart else None
-        self._taken: list[_Taken] = []
+        self._taken: list[_CallersTensor] = []
 
     @staticmethod
     def takes(value: Any) -> bool:
@@ -226,7 +226,7 @@ class Weights:
 
     def take(self, value: torch.Tensor | np.ndarray[Any, Any]) -> int:
         """Take a tensor or an array. Returns its number."""
-        self._taken.append(_Taken.of(len(self._taken), value))
+        self._taken.append(_CallersTensor.of(len(self._taken), value))
         return len(self._taken) - 1
 
     def table(self, name_of: Callable[[Any], str | None] = lambda _: None) -> tuple[Head, dict[str, Weight]]:
@@ -247,7 +247,7 @@ class Weights:
             del here
             for each in part:
                 layout = each.layout._replace(owns=each.layout.owns and len(part) == 1)
-                head.places[each.number] = _Place(len(head.blocks) - 1, each.address - begin + lead, layout)
+                head.places[each.number] = _Location(len(head.blocks) - 1, each.address - begin + lead, layout)
             if len({each.is_array for each in part}) > 1:
                 head.mixed.append(_mixed(part, name_of))
         return head, needed
@@ -285,9 +285,9 @@ class Weights:
         return found
 
 
-def _parts(taken: Sequence[_Taken]) -> Iterator[list[_Taken]]:
+def _parts(taken: Sequence[_CallersTensor]) -> Iterator[list[_CallersTensor]]:
     """The tensors and arrays, those together that overlap in memory."""
-    group: list[_Taken] = []
+    group: list[_CallersTensor] = []
     end = 0
     yield from ([each] for each in taken if not each.layout.nbytes)
     for each in sorted(taken, key=lambda each: (str(each.device), each.range)):
@@ -303,21 +303,21 @@ def _parts(taken: Sequence[_Taken]) -> Iterator[list[_Taken]]:
         yield from _split(group)
 
 
-def _split(group: list[_Taken]) -> list[list[_Taken]]:
+def _split(group: list[_CallersTensor]) -> list[list[_CallersTensor]]:
     """Those whose ranges overlap; without those that only lie between the others' elements, if most of the range is nobody's."""
     if len(group) == 1:
         return [[group[0].alone()]]
     begin, end = min(each.range[0] for each in group), max(each.range[1] for each in group)
     if end - begin <= 2 * sum(each.layout.nbytes for each in group) or len(group) > _MANY:
         return [group]
-    parts: list[list[_Taken]] = []
+    parts: list[list[_CallersTensor]] = []
     for each in group:
-        shared = [part for part in parts if any(_share(each, other) for other in part)]
+        shared = [part for part in parts if any(_overlap(each, other) for other in part)]
         parts = [part for part in parts if part not in shared] + [[each, *(one for part in shared for one in part)]]
     return [[part[0].alone()] if len(part) == 1 else part for part in parts]
 
 
-def _share(one: _Taken, other: _Taken) -> bool:
+def _overlap(one: _CallersTensor, other: _CallersTensor) -> bool:
     """Whether they have a byte in common; also if that takes long to find out."""
     try:
         return np.shares_memory(_bounded(one), _bounded(other), max_work=100_000)
@@ -325,14 +325,14 @@ def _share(one: _Taken, other: _Taken) -> bool:
         return True
 
 
-def _bounded(taken: _Taken) -> np.ndarray[Any, Any]:
+def _bounded(taken: _CallersTensor) -> np.ndarray[Any, Any]:
     """An array that lies where it lies. It is not read."""
     layout, (begin, end) = taken.layout, taken.range
     there: Any = (ctypes.c_char * (end - begin)).from_address(begin)
     return np.ndarray(layout.shape, f"V{layout.dtype.itemsize}", there, taken.address - begin, layout.strides)
 
 
-def _extent(part: Sequence[_Taken]) -> tuple[int, int, int]:
+def _extent(part: Sequence[_CallersTensor]) -> tuple[int, int, int]:
     """How many bytes to put before the memory of a part so that its tensors are aligned, where it begins, and its size."""
     begin, end = min(each.range[0] for each in part), max(each.range[1] for each in part)
     tensors = [each for each in part if not each.is_array]
@@ -346,7 +346,7 @@ def _extent(part: Sequence[_Taken]) -> tuple[int, int, int]:
     return lead, begin, end - begin
 
 
-def _readable(part: Sequence[_Taken], begin: int, size: int) -> tuple[Any, int]:
+def _readable(part: Sequence[_CallersTensor], begin: int, size: int) -> tuple[Any, int]:
     """An object that keeps the part's memory in this process's reach, and its address."""
     if part[0].device.type == "cpu":
         return part, begin
@@ -354,7 +354,7 @@ def _readable(part: Sequence[_Taken], begin: int, size: int) -> tuple[Any, int]:
     return flat, flat.data_ptr()
 
 
-def _stored(part: Sequence[_Taken], begin: int, size: int) -> torch.Tensor:
+def _stored(part: Sequence[_CallersTensor], begin: int, size: int) -> torch.Tensor:
     """The memory of tensors on another device, as flat uint8."""
     for each in part:
         storage = each.value.untyped_storage()  # type: ignore[union-attr]
@@ -366,8 +366,8 @@ def _stored(part: Sequence[_Taken], begin: int, size: int) -> torch.Tensor:
     )
 
 
-def _mixed(part: Sequence[_Taken], name_of: Callable[[Any], str | None]) -> str:
-    def named(each: _Taken) -> str:
+def _mixed(part: Sequence[_CallersTensor], name_of: Callable[[Any], str | None]) -> str:
+    def named(each: _CallersTensor) -> str:
         kind = "numpy array" if each.is_array else "tensor"
         name = name_of(each.given)
         shape = list(each.layout.shape)
@@ -381,7 +381,7 @@ def _mixed(part: Sequence[_Taken], name_of: Callable[[Any], str | None]) -> str:
     )
 
 
-def _computed_again(part: Sequence[_Taken]) -> dict[int, Any] | None:
+def _computed_again(part: Sequence[_CallersTensor]) -> dict[int, Any] | None:
     """The values of a part that needs gradients, by number; None for other parts.
 
     If it lies in one tensor that was computed, that is computed once more, by `clone`. Otherwise they are the caller's own.
@@ -394,7 +394,7 @@ def _computed_again(part: Sequence[_Taken]) -> dict[int, Any] | None:
     is_given = root.is_leaf or any(each.given.is_leaf for each in recorded)
     if is_given or others or any(each.given.dtype != root.dtype for each in recorded):
         return own
-    place, copy = _Taken.of(-1, root), root.clone()
+    place, copy = _CallersTensor.of(-1, root), root.clone()
     begin, end = place.range
     inside = all(begin <= each.range[0] and each.range[1] <= end for each in part)
     plain = not any(flag for each in recorded for flag in (each.layout.is_conj, each.layout.is_neg))

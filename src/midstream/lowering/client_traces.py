@@ -20,15 +20,14 @@ import torch
 
 from midstream.capture.rows import Captured
 from midstream.errors import CaptureError, PlanError
-from midstream.lowering.passes import Rows as Choice
-from midstream.lowering.passes import rows_of
-from midstream.lowering.rowwise import NotRowwise, Reader
-from midstream.plan.building import Builder, Result
+from midstream.lowering.passes import RowChoice, rows_of
+from midstream.lowering.rowwise import NotRowwise, RowwiseReader
+from midstream.plan.building import Builder, StepResult
 from midstream.plan.program import MAX_RESULTS, Program
 from midstream.plan.running import unpacked
 from midstream.sites import Point
 from midstream.trace.graph import Chain, Value, ancestors, repeats
-from midstream.trace.program import Outcome
+from midstream.trace.outcome import Outcome
 from midstream.trace.record import Recording
 from midstream.trace.stand_in import StandIn
 from midstream.tree import as_bits, map_objects, objects_in
@@ -69,9 +68,9 @@ class _Read(NamedTuple):
 
     point: Point
     step: int
-    result: Result
+    result: StepResult
     shape: tuple[int, ...]
-    rows: Choice
+    rows: RowChoice
     lead: int
 
     @property
@@ -85,11 +84,11 @@ class _Read(NamedTuple):
             return False
 
 
-class _NotKept(Exception):
+class _NotFromRows(Exception):
     """The code does more than to keep what programs can compute."""
 
 
-class Reads:
+class SavedRows:
     """What the code of a trace keeps.
 
     Args:
@@ -104,7 +103,7 @@ class Reads:
     def __init__(self, recording: Recording, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._builders: dict[Point, Builder] = {}
-        self._parts: dict[Point, list[Result]] = {}
+        self._parts: dict[Point, list[StepResult]] = {}
         self._reads = list(self.of(recording).values())
         for read in self._reads:
             parts = self._parts.setdefault(read.point, [])
@@ -114,11 +113,11 @@ class Reads:
         self.programs = {point: self._program(point) for point in self._parts}
 
     @classmethod
-    def found(cls, recording: Recording, dtype: torch.dtype) -> Reads | None:
+    def found(cls, recording: Recording, dtype: torch.dtype) -> SavedRows | None:
         """The same; None if the code does more than to keep what can be computed from rows."""
         try:
             return cls(recording, dtype)
-        except (_NotKept, PlanError):
+        except (_NotFromRows, PlanError):
             return None
 
     def fits(self, length: int) -> bool:
@@ -126,16 +125,16 @@ class Reads:
         try:
             for read in self._reads if not self.last else ():
                 _stretch(read, length)
-        except _NotKept:
+        except _NotFromRows:
             return False
         return True
 
     def of(self, recording: Recording) -> dict[int, _Read]:
-        """By the ids of stand-ins, the values that code keeps. Raises _NotKept."""
+        """By the ids of stand-ins, the values that code keeps. Raises _NotFromRows."""
         if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
-            raise _NotKept
+            raise _NotFromRows
         known: dict[Any, _Read] = {}
-        readers: dict[int, Reader] = {}
+        readers: dict[int, RowwiseReader] = {}
         earlier: dict[int, Value] = {}  # id of a value -> the one in its place in an equal step before
         for number, graph in enumerate(recording.steps[2:], start=2):
             before = recording.steps[number - 1]
@@ -154,39 +153,39 @@ class Reads:
                     known[key] = read(alike, chain, shape, dtype)._replace(step=value.step)
             return known[key]
 
-        kept = _stand_ins(recording.outcome.values)
-        return {id(each): read(each.memory.value, each.chain, tuple(each.shape), each.dtype) for each in kept}
+        saved = _stand_ins(recording.outcome.values)
+        return {id(each): read(each.memory.value, each.chain, tuple(each.shape), each.dtype) for each in saved}
 
     def _read(
-        self, value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, readers: dict[int, Reader]
+        self, value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, readers: dict[int, RowwiseReader]
     ) -> _Read:
         sources = [each for each in ancestors([value, *objects_in(chain, Value)]) if each.kind == "read"]
         if len(sources) != 1:
-            raise _NotKept
+            raise _NotFromRows
         (source,) = sources
         if not isinstance(source.what, tuple) or source.part is not None or source.dtype != self._dtype:
-            raise _NotKept
+            raise _NotFromRows
         if id(source) not in readers:
             builder = self._builders.get(source.what)
-            readers[id(source)] = reader = Reader(source, value.line, builder)
+            readers[id(source)] = reader = RowwiseReader(source, value.line, builder)
             self._builders[source.what] = reader.builder
         try:
-            block = readers[id(source)].block(value, chain)
+            tensor = readers[id(source)].row_tensor(value, chain)
         except NotRowwise:
-            raise _NotKept from None
-        result, count = block.result, len(rows_of(block.rows, source.shape[0]))
-        as_block = result.shape if block.lead < 0 else (*[1] * block.lead, count, *result.shape)
-        if block.parts or result.shaped.rows != 1 or as_block != shape or result.dtype != dtype:
-            raise _NotKept
+            raise _NotFromRows from None
+        result, count = tensor.result, len(rows_of(tensor.rows, source.shape[0]))
+        as_tensor = result.shape if tensor.lead < 0 else (*[1] * tensor.lead, count, *result.shape)
+        if tensor.parts or result.shaped.rows != 1 or as_tensor != shape or result.dtype != dtype:
+            raise _NotFromRows
         unshaped = readers[id(source)].unshaped(result)
-        return _Read(source.what, source.step, unshaped, result.shape, block.rows, block.lead)
+        return _Read(source.what, source.step, unshaped, result.shape, tensor.rows, tensor.lead)
 
     def _program(self, point: Point) -> Program | None:
         parts = self._parts[point]
         if all(part.ref == self._builders[point].input.ref for part in parts):
             return None
         if len(parts) > MAX_RESULTS:
-            raise _NotKept
+            raise _NotFromRows
         return self._builders[point].program(*parts, keeps=True)
 
     def unpacked(self, planes: Mapping[Point, torch.Tensor]) -> dict[tuple[Point, int], torch.Tensor]:
@@ -199,7 +198,7 @@ class Reads:
         return found
 
     def placed(self, recording: Recording, prompt: int) -> Any:
-        """The values that code has kept, with `KeptRows` in place of stand-ins.
+        """The values that code has saved, with `RowRange` in place of stand-ins.
 
         Args:
             prompt: how many rows of each plane belong to the prompt.
@@ -209,10 +208,10 @@ class Reads:
         """
         try:
             found = self.of(recording) if recording.reason is None else {}
-        except (_NotKept, PlanError):
+        except (_NotFromRows, PlanError):
             found = {}
 
-        def kept(stand_in: StandIn) -> KeptRows:
+        def saved(stand_in: StandIn) -> RowRange:
             read = found.get(id(stand_in))
             known = [part.ref for part in self._parts.get(read.point, ())] if read is not None else []
             if read is None or read.result.ref not in known:
@@ -223,31 +222,31 @@ class Reads:
             first, count = _stretch(read, prompt)
             first = prompt + read.step - 1 if read.step else first
             shape = read.shape if read.lead < 0 else (*[1] * read.lead, count, *read.shape)
-            return KeptRows(read.point, known.index(read.result.ref), first, count, shape)
+            return RowRange(read.point, known.index(read.result.ref), first, count, shape)
 
-        return map_objects(recording.outcome.values, StandIn, kept)
+        return map_objects(recording.outcome.values, StandIn, saved)
 
 
 def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
-    """Its first row, and how many. Raises _NotKept for rows that do not lie together, or that the prompt does not have."""
+    """Its first row, and how many. Raises _NotFromRows for rows that do not lie together, or that the prompt does not have."""
     try:
         rows = rows_of(read.rows, 1 if read.step else prompt)
     except IndexError:
-        raise _NotKept from None
+        raise _NotFromRows from None
     if not rows or rows != list(range(rows[0], rows[0] + len(rows))):
-        raise _NotKept
+        raise _NotFromRows
     return rows[0], len(rows)
 
 
 def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
-    """The stand-ins in lists, dicts and tuples. Raises _NotKept for anything that is neither these nor plain."""
+    """The stand-ins in lists, dicts and tuples. Raises _NotFromRows for anything that is neither these nor plain."""
     seen = set() if seen is None else seen
     if id(tree) in seen and type(tree) in (list, dict):  # it may contain itself
         return
     seen.add(id(tree))
     if isinstance(tree, StandIn):
         if tree.memory.version:
-            raise _NotKept
+            raise _NotFromRows
         yield tree
     elif type(tree) in (list, tuple):
         for each in tree:
@@ -256,16 +255,16 @@ def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
         for name, each in tree.items():
             yield from _stand_ins(each, seen)
             if not isinstance(name, _PLAIN):
-                raise _NotKept
+                raise _NotFromRows
     elif type(tree) not in _PLAIN:
-        raise _NotKept
+        raise _NotFromRows
 
 
-# Putting captured rows into what was kept.
+# Putting captured rows into what was saved.
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class RowRange:
     """Rows that lie together in a plane.
 
     Attributes:
@@ -282,24 +281,24 @@ class KeptRows:
     shape: tuple[int, ...]
 
 
-class _Filling:
-    """The values that code has kept, with `KeptRows` that count only the kept rows of their plane.
+class _Template:
+    """The values that code has saved, with `RowRange` that count only the saved rows of their plane.
 
     Args:
-        values: with `KeptRows` in place of rows.
+        values: with `RowRange` in place of rows.
         planes: of the request that the code ran for.
     """
 
     def __init__(self, values: Any, planes: Mapping[tuple[Point, int], torch.Tensor]) -> None:
         used: dict[tuple[Point, int], list[int]] = {}  # rows of each plane
 
-        def noted(rows: KeptRows) -> KeptRows:
+        def noted(rows: RowRange) -> RowRange:
             there = used.setdefault((rows.point, rows.part), [])
             found = replace(rows, first=len(there))
             there.extend(range(rows.first, rows.first + rows.count))
             return found
 
-        self._values = map_objects(values, KeptRows, noted)
+        self._values = map_objects(values, RowRange, noted)
         # A plane whose rows are all used once and in order is not copied.
         self._used = {
             key: None if rows == list(range(len(planes[key]))) else np.array(rows) for key, rows in used.items()
@@ -314,16 +313,16 @@ class _Filling:
                 block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenated`
             blocks[key] = block, planes[key].dtype, block.strides[0]
 
-        def tensor(rows: KeptRows) -> torch.Tensor:
+        def tensor(rows: RowRange) -> torch.Tensor:
             block, dtype, size = blocks[rows.point, rows.part]
             # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
             count = math.prod(rows.shape)
             return torch.frombuffer(block, dtype=dtype, count=count, offset=rows.first * size).view(rows.shape)
 
-        return map_objects(self._values, KeptRows, tensor)
+        return map_objects(self._values, RowRange, tensor)
 
 
-class KeptTrace:
+class ClientTrace:
     """The trace of a request whose code runs nowhere.
 
     Args:
@@ -333,21 +332,21 @@ class KeptTrace:
         prompt: how many rows of the prompt are captured.
     """
 
-    def __init__(self, recording: Recording, again: Callable[[int], Recording], reads: Reads, prompt: int) -> None:
+    def __init__(self, recording: Recording, again: Callable[[int], Recording], reads: SavedRows, prompt: int) -> None:
         self._recording, self._most = recording, len(recording.steps)
         self.prompt, self._again, self._reads = prompt, again, reads
-        self._kept: dict[int, tuple[Outcome, _Filling]] = {}
+        self._templates: dict[int, tuple[Outcome, _Template]] = {}
 
     def ending(self, captured: Captured, steps: int) -> Outcome:
         """As `Ending`."""
         return self.outcome(CapturedSteps(captured.take(), self.prompt, steps))
 
     def outcome(self, captured: CapturedSteps) -> Outcome:
-        """The outcome of a request that has ended. Raises CaptureError as `Reads.placed`."""
+        """The outcome of a request that has ended. Raises CaptureError as `SavedRows.placed`."""
         count = min(captured.count, self._most)
         planes = self._reads.unpacked(captured.planes)
-        if count not in self._kept:
+        if count not in self._templates:
             recording = self._recording if count == self._most else self._again(count)
-            self._kept[count] = recording.outcome, _Filling(self._reads.placed(recording, self.prompt), planes)
-        found, kept = self._kept[count]
-        return replace(found, values=kept.filled(planes), name="kept", order=captured.count, steps=captured.count)
+            self._templates[count] = recording.outcome, _Template(self._reads.placed(recording, self.prompt), planes)
+        found, saved = self._templates[count]
+        return replace(found, values=saved.filled(planes), name="saved", order=captured.count, steps=captured.count)
