@@ -31,7 +31,7 @@ class Found:
         values: the saved values by name.
         mutated: names of the caller's containers and tensors that the trace has changed and not saved.
         unsaved: names that it has set and not saved.
-        rebound: names of the caller's numbers and texts that it has set to something else and not saved.
+        rebound: names of the caller's numbers and texts that it has set to other values and not saved.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class FunctionProgram(TraceProgram):
 
     @property
     def outside(self) -> dict[str, Any]:
-        """The values that the function uses from outside, by name, and those that functions and objects among them use."""
+        """The variables from outside that the function uses, by name, including those of functions and objects among them."""
         fn, used = self.fn, dict[str, Any]()
         while isinstance(fn, functools.partial):
             used |= inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments
@@ -116,10 +116,10 @@ def code_of(fn: Any) -> CodeType | None:
 
 @dataclass
 class BlockProgram(TraceProgram):
-    """A with-block. Those of its variables that were saved come back.
+    """A with-block. Its saved variables come back.
 
     Attributes:
-        injected: names that have another value where the block runs: the tracer.
+        injected: names with another value where the block runs: the tracer.
         saved: captured names whose object was saved above the block.
     """
 
@@ -136,11 +136,11 @@ class BlockProgram(TraceProgram):
         names = self.block.function()(injected, shared, body.wait_for_sibling)
         saved = self._saved(body, names)
         mutated = [name for name, v in self._outside().items() if name not in saved and _is_changed(body, name, v)]
-        rebound = [name for name, v in names.items() if name not in saved and self._goes_on(name, v)]
+        rebound = [name for name, v in names.items() if name not in saved and self._is_rebound(name, v)]
         return Found(saved, mutated, self._unsaved(names, saved), rebound)
 
-    def _goes_on(self, name: str, value: Any) -> bool:
-        """Whether the block has read a number or text of the caller's and set its name to something else."""
+    def _is_rebound(self, name: str, value: Any) -> bool:
+        """Whether the block has read a number or text of the caller's and set its name to another value."""
         before = self.block.captured.get(name)
         return isinstance(before, (int, float, complex, str)) and value is not before
 
@@ -159,8 +159,8 @@ class BlockProgram(TraceProgram):
     def _saved(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
         """The saved values among the block's names, the values from outside, and the attributes that it has set on objects from outside.
 
-        A container from outside comes back if the block has changed it and it holds a saved value, and one that the block made if all
-        tensors in it were saved.
+        A container from outside comes back if the block has changed it and it contains a saved value. A container that the block made comes
+        back if all tensors in it were saved.
         """
         outside, saves = self._outside(), body.saves
         if not saves:
@@ -181,7 +181,7 @@ class BlockProgram(TraceProgram):
 
 
 def _is_changed(body: Body, name: str, value: Any) -> bool:
-    """Whether a value of the caller's has been changed since the block began."""
+    """Whether one of the caller's values has changed since the block began."""
     before, now = body.entry[0].get(name), _state(value)
     if isinstance(now, list) and isinstance(before, list):
         return len(now) != len(before) or any(a is not b or m != n for (a, m), (b, n) in zip(now, before, strict=True))
@@ -189,7 +189,7 @@ def _is_changed(body: Body, name: str, value: Any) -> bool:
 
 
 def _state(value: Any) -> list[tuple[Any, int]] | int | None:
-    """A state that differs once the value was changed: a container's values with their versions, a set's size, a tensor's version."""
+    """A state that differs once the value has changed: a container's values with their versions, a set's size, a tensor's version."""
     kind = type(value)  # isinstance might run the object's own code
     if is_container(value):
         return [(each, _version(each)) for each in contents(value)]
@@ -201,14 +201,14 @@ def _state(value: Any) -> list[tuple[Any, int]] | int | None:
 
 
 def _version(value: Any) -> int:
-    """A tensor's version; 0 for anything else, and for a parameter that may be trained, which is the caller's own on `LanguageModel`."""
+    """A tensor's version. 0 for other values, and for a trainable parameter, which is the caller's own on `LanguageModel`."""
     if not issubclass(type(value), torch.Tensor) or value.is_inference():
         return 0
     return 0 if value.requires_grad and value.is_leaf else value._version
 
 
 def plain_function(fn: Any) -> Any:
-    """The function of a partial."""
+    """The function inside a partial."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn

@@ -28,7 +28,7 @@ class Failure:
         error: the exception itself if it is midstream's and can be pickled.
         bases: the names of its builtin base classes, nearest first.
         frames: (file, line, function, text) of the user's own frames.
-        secondary: whether it only says that another pipeline stage failed.
+        secondary: whether it only reports that another pipeline stage failed.
     """
 
     error: BaseException | None
@@ -69,7 +69,7 @@ class Failure:
         return _mixed_with(self.bases, f"{self.type_name}: {self.message}\n\n{self.text()}")
 
 
-# Builtin exceptions with a meaning for the interpreter, generators or event loops.
+# Builtin exceptions that mean something to the interpreter, generators or event loops.
 _SPECIAL = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit")
 
 
@@ -83,15 +83,15 @@ def _mixed_with(bases: list[str], text: str) -> InterventionError:
                 f"Intervention{name}", (InterventionError, base), {"__module__": InterventionError.__module__}
             )
             return mixed(text)  # type: ignore[no-any-return]
-        except TypeError:  # a builtin whose memory layout does not mix with others, or one that takes more than a text
+        except TypeError:  # the builtin's memory layout excludes other bases, or its constructor takes more than a text
             continue
     return InterventionError(text)
 
 
-# Parts of an error's text -> what to write.
+# Part of an error's text -> the hint to add.
 _HINTS = {
-    "'tuple' object has no attribute": " A module's output may be a tuple, a layer's on vLLM that of its hidden states and the residual "
-    "stream: `model.layers_output[3]` is one tensor on every model.",
+    "'tuple' object has no attribute": " A module's output may be a tuple: on vLLM a layer returns its hidden states and the "
+    "residual stream. `model.layers_output[3]` is one tensor on every model.",
     "LMHead's weights should be used in the sampler": " Write `model.project_on_vocab(h)`, which has the final norm, or "
     "`h @ model.lm_head.weight.T`.",
 }
@@ -123,8 +123,8 @@ class Outcome(Found):
         stopped: whether the body called `tracer.stop()`.
         order: counts the outcomes of an engine, so that the last of several is known.
         name: of the body.
-        steps: how many steps the body took part in.
-        saved: whether it has saved anything, if only a value that has no name to come back under.
+        steps: in how many steps the body took part.
+        saved: whether the body has saved any value, even one that has no name to come back under.
     """
 
     failure: Failure | None = None
@@ -136,7 +136,7 @@ class Outcome(Found):
 
 
 def outcome(body: Body, program: TraceProgram) -> Outcome:
-    """The result of `body`, which is done."""
+    """The result of a body that is done."""
     error = body.failure
     found = (body.result or Found()) if error is None else program.recover(error, body)
     failure = Failure.of(body.error) if body.error is not None else None
@@ -152,7 +152,7 @@ def outcome(body: Body, program: TraceProgram) -> Outcome:
 
 
 def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | None:
-    """Put the request's output in place of `tracer.result` in saved values. Returns the error for a part that the output lacks."""
+    """Replace `tracer.result` in saved values by the request's output. Returns the error for a part that the output lacks."""
     failed: list[MidstreamError] = []
 
     def found(result: Result) -> Any:

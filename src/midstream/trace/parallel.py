@@ -1,8 +1,8 @@
-"""Other processes that run the same model, as a trace sees them: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
+"""The other processes that run the same model: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
 
-The classes here are those of a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
-another stage returns a `StageValue` at once. Passing it around, saving it and writing to it do nothing here, because the stage that has
-the value does the same with the value itself. Only real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
+The classes here are for a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
+another stage returns a `StageValue` at once. Passing it on, saving it and writing to it do nothing here, because the stage that owns the
+value does the same with the value itself. Only a real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
 
     h = model.layers_output[20]              # on the stage of layer 3: a StageValue
     h.save()                                 # the stage of layer 20 brings it back
@@ -24,7 +24,7 @@ from midstream.errors import MidstreamError, TraceError
 from midstream.sites import Key
 from midstream.tree import Opaque, Ref, map_objects, map_tensors
 
-CALL = "call"  # the last part of the key of a value that a module computes for the trace alone
+CALL = "call"  # the last part of the key of a value that a module computes for the trace, outside of the forward
 
 
 class Sharding(NamedTuple):
@@ -40,12 +40,12 @@ class Sharding(NamedTuple):
 
 
 class Peers:
-    """The tensor-parallel ranks, which run the same bodies. This class is for a process without any (see `ranks.tensor`)."""
+    """The tensor-parallel ranks, which run the same bodies. This class is for a model on one rank (see `ranks.tensor`)."""
 
     several = False
 
     def shards(self, key: Key) -> Mapping[Ref, Sharding]:
-        """The leaves at a point of which this rank has only a part."""
+        """The sharded leaves at a point."""
         return {}
 
     def applied(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,23 +56,23 @@ class Peers:
         """A step with traces begins."""
 
     def rest(self) -> None:
-        """No trace is alive any more."""
+        """The last trace has ended."""
 
     def note(self, body: str, *what: Any) -> None:
         """The body does something that it has to do on all ranks."""
 
     def show(self) -> None:
-        """The forward goes on: send the notes to the other ranks."""
+        """The forward continues: send the notes to the other ranks."""
 
     def agree(self, body: str, *what: Any) -> None:
-        """To be called before something collective. Raises DivergedError if the body does something else on another rank."""
+        """Call this before a collective operation. Raises DivergedError if the body does something else on another rank."""
 
     def decide(self, choose: Callable[[], list[str]]) -> list[str]:
         """The names that `choose` returns on the first rank. The other ranks do not call it."""
         return choose()
 
     def end_step(self, bodies: Iterable[str]) -> Mapping[str, MidstreamError]:
-        """The forward is over: the errors of those bodies that did not do the same on all ranks."""
+        """The forward is over: the errors of the bodies that behaved differently on different ranks."""
         return {}
 
 
@@ -99,7 +99,7 @@ class Stage:
         }
 
     def has(self, key: Key) -> bool:
-        """Whether this stage has the point."""
+        """Whether this stage owns the point."""
         return True
 
     def children_of(self, path: str) -> list[str]:
@@ -111,16 +111,16 @@ class Stage:
         raise NotImplementedError
 
     def width_of(self, key: Key) -> int | None:
-        """The length of the tuple at `key`; None if it is no tuple, or not known to be one."""
+        """The length of the tuple at `key`; None if the value is not known to be a tuple."""
         return None
 
     def silence(self, body: str, failure: BaseException | None) -> None:
-        """The body's code is over on this stage, by `failure` if given."""
+        """The body's code has ended on this stage, by `failure` if given."""
 
     # Called if there are several stages.
 
     def of(self, key: Key) -> int:
-        """The stage that has a point."""
+        """The stage that owns a point."""
         raise NotImplementedError
 
     def begin_of(self, stage: int) -> int:
@@ -132,11 +132,11 @@ class Stage:
         raise NotImplementedError
 
     def claim(self, stage: int, body: str, number: int) -> Claim:
-        """As long as the claim lives, this stage may fetch the value of another stage."""
+        """While the claim lives, this stage may fetch the value of another stage."""
         raise NotImplementedError
 
     def fetch(self, origin: Origin) -> Any:
-        """Ask for another stage's value. Returns at once; `done` of what it returns tells whether the answer is here."""
+        """Ask for another stage's value. Returns at once; the returned fetch is `done` when the answer has arrived."""
         raise NotImplementedError
 
     def received(self, fetch: Any) -> Any:
@@ -150,7 +150,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for another stage's value in a saved container. It is left there only if no stage brought the value back."""
+    """Stands for another stage's value in a saved container. It stays there only if no stage brought the value back."""
 
     point: str
 
@@ -171,19 +171,19 @@ class Claim:
 
 
 class Origin(NamedTuple):
-    """Where a remote value comes from.
+    """The origin of another stage's value.
 
     Attributes:
         body: the name of the trace that read it.
         number: counts the reads of that trace; the same on every stage.
-        stage: the stage that has the value.
+        stage: the stage that owns the value.
         step: the step in which it was read.
-        called: whether a module computed it for the trace alone.
+        called: whether a module computed it for the trace, outside of the forward.
         name: as a user would write it.
         fetch: fetches the value for the body that is running.
-        width: length of the tuple that it is; None if it is no tuple, or not known to be one.
-        ref: which part of the value is meant.
-        claim: as long as one of the value's parts has it, the value may be fetched.
+        width: length of the tuple that it is; None if it is not known to be a tuple.
+        ref: the part of the value that is meant.
+        claim: the value may be fetched as long as one of its parts holds this.
     """
 
     body: str
@@ -239,7 +239,7 @@ class StageValue(Opaque):
         self._change(change)
 
     def _change(self, change: Callable[[Any], Any]) -> StageValue:
-        """An edit in place. The value's own stage makes it, too; this stage makes it once it uses the value."""
+        """Edit the value in place. Its own stage makes the edit, too; this stage makes it once it uses the value."""
         if hasattr(self, "_real"):
             object.__setattr__(self, "_real", change(self._real))
         else:
@@ -319,7 +319,7 @@ def real(tree: Any) -> Any:
 
 
 def _snapshot(tree: Any) -> Any:
-    """A copy of `tree` for later use, since its tensors may be edited until then."""
+    """A copy of `tree`, whose tensors may be edited before the copy is used."""
     return map_tensors(tree, lambda _, tensor: tensor.clone()) if not isinstance(tree, StageValue) else tree
 
 

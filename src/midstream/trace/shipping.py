@@ -37,21 +37,21 @@ _CHANGING_CLOUDPICKLE = threading.Lock()
 
 
 def _reference(value: Any) -> Any:
-    """What of the running model the caller's value stands for in a trace; None if it is an ordinary value."""
+    """The part of the running model that the caller's value stands for in a trace; None for an ordinary value."""
     refers = getattr(type(value), "__midstream_reference__", None)
     return refers(value) if refers is not None else None
 
 
-OUT_OF_BAND = pickle.PickleBuffer(bytearray())  # stands in a pickle for a tensor, whose bytes may lie on a device
+OUT_OF_BAND = pickle.PickleBuffer(bytearray())  # stands for a tensor in a pickle
 
 
 def itself(value: Any) -> Any:
-    """The argument: what a pickle makes of a value that is a part of it already, or an out-of-band buffer."""
+    """The argument. Pickles call it to refer to a value that they contain already, or to an out-of-band buffer."""
     return value
 
 
 class CodePickler(cloudpickle.Pickler):
-    """Pickles code; `weights` takes its tensors and arrays, in the order of the out-of-band buffers that stand for them."""
+    """Pickles code. `weights` collects its tensors and arrays, in the order of the out-of-band buffers that stand for them."""
 
     def __init__(self, buffer: io.BytesIO, weights: Weights) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda each: each is not OUT_OF_BAND)
@@ -92,7 +92,7 @@ _ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such 
 
 
 def _note_class_bodies(code: CodeType) -> dict[str, Any]:
-    """Have cloudpickle send the globals that only the body of a class in the code uses. It looks for them in functions alone."""
+    """Make cloudpickle send the globals that only a class body in the code uses. It looks for globals in functions alone."""
     names: dict[str, Any] = _extract_code_globals(code)  # what it keeps for this code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -103,7 +103,9 @@ def _note_class_bodies(code: CodeType) -> dict[str, Any]:
 
 
 def give_callers_classes(values: Any) -> None:
-    """Make objects of a copied class objects of the class itself, at any depth: where code runs on copies, its classes are copies, too."""
+    """Turn objects of copied classes into objects of the original classes, at any depth. Code that runs on copies makes objects of copied
+    classes.
+    """
     if not _ORIGINALS:
         return
     seen, rest = set[int](), [values]
@@ -127,7 +129,7 @@ def give_callers_classes(values: Any) -> None:
 
 
 def is_sent(kind: type) -> bool:
-    """Whether it is a class of this process, which has gone by value with code."""
+    """Whether this process has sent the class by value with code."""
     return any(kind is each for each in _SENT.values())
 
 
@@ -143,7 +145,7 @@ def _make_singledispatch(default: Any, registry: list[tuple[type, Any]]) -> Any:
 
 
 def _make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """A class that came by value; in the process that sent it, a copy. (cloudpickle would put copied methods into the class itself.)"""
+    """A class that came by value. In the process that sent it, a copy, since cloudpickle would put copied methods into the class itself."""
     original = _SENT.get(args[-2])
     if original is None:
         return maker(*args)
@@ -161,15 +163,15 @@ def _fill_class(made: type, state: tuple[str, Callable[..., Any], Any]) -> None:
 
 
 def _is_imported(function: Any) -> bool:
-    """Whether the engine imports a function, or what a decorator has made of it, by name."""
+    """Whether the engine imports a function, or a decorator's result, by name."""
     by_value = cloudpickle.list_registry_pickle_by_value()
     module = function.__module__ or ""
     return is_imported(function) and not any(module == name or module.startswith(f"{name}.") for name in by_value)
 
 
 class _CopyPickler(CodePickler):
-    """Pickles code for this process. Some objects stay the caller's own: those of models, those for which `keeps` returns True, and those
-    that cannot be pickled.
+    """Pickles code for this process. Some objects are not copied: those of models, those for which `keeps` returns True, and those that
+    cannot be pickled.
 
     Attributes:
         originals: these objects.
@@ -220,10 +222,10 @@ class ShippedCode:
     """The code of several requests.
 
     Attributes:
-        programs: the programs of each request, pickled, behind a table of the tensors and arrays that they use.
+        programs: the programs of each request, pickled, after a table of the tensors and arrays that they use.
         bodies: how many programs each request has: standing edits, then its own.
-        weights: what the workers must hold, by digest.
-        is_whole: whether it has the user's own modules, too, and not their names.
+        weights: the tensors' content that the workers must hold, by digest.
+        is_whole: whether it contains the user's own modules, and not only their names.
     """
 
     programs: bytes
@@ -233,18 +235,18 @@ class ShippedCode:
 
 
 def ship(programs: list[list[TraceProgram]], elsewhere: bool = False) -> ShippedCode:
-    """The programs of each request, with the user's own modules; objects that they share stay shared.
+    """The programs of each request with the user's own modules. Objects that they share stay shared.
 
     Args:
-        elsewhere: whether they run on a machine that has installed packages alone. All tensors then go with the code.
+        elsewhere: whether they run on a machine that has only installed packages. All tensors then go with the code.
 
     Raises:
-        TraceError: names what cannot be sent.
+        TraceError: names the value that cannot be sent.
     """
     try:
         return _shipped(programs, _by_value(_own_modules), not elsewhere)
     except Exception as error:
-        if not elsewhere:  # something in a module of the user's, which the engine can import
+        if not elsewhere:  # the value may be in a module of the user's, which the engine can import
             with contextlib.suppress(Exception):
                 return replace(_shipped(programs, contextlib.nullcontext(), True), is_whole=False)
         names = [name for each in programs for program in each for name in _unsendable(program)]
@@ -264,10 +266,10 @@ def _shipped(
 
 
 def copies(programs: Sequence[TraceProgram], keeps: Callable[[Any], bool]) -> list[TraceProgram]:
-    """Copies of the programs with the values of their variables, also of functions that could be imported, to run in this process.
+    """Copies of the programs and of the values of their variables, for this process. Importable functions are copied, too.
 
-    Gradients reach the caller's tensors: `Weights.copies` says which of them are copied. What cannot be copied stays the caller's own, and
-    so does what `keeps` returns True for. Raises TraceError if a copy cannot be built.
+    Gradients reach the caller's tensors: `Weights.copies` says which of them are copied. A value that cannot be copied, or for which
+    `keeps` returns True, stays the caller's own. Raises TraceError if a copy cannot be built.
     """
     functions = [plain_function(program.fn) for program in programs if isinstance(program, FunctionProgram)]
     homes = {sys.modules.get(getattr(fn, "__module__", None) or "__main__") for fn in functions}
@@ -289,7 +291,7 @@ def copies(programs: Sequence[TraceProgram], keeps: Callable[[Any], bool]) -> li
 
 @contextlib.contextmanager
 def _by_value(modules: Callable[[], Iterable[ModuleType]]) -> Iterator[None]:
-    """Functions and classes of these modules are pickled by value. One thread at a time: it changes cloudpickle."""
+    """Pickle functions and classes of these modules by value. One thread at a time, since this changes cloudpickle."""
     with _CHANGING_CLOUDPICKLE:
         own = [each for each in modules() if each.__name__ not in cloudpickle.list_registry_pickle_by_value()]
         for module in own:
@@ -301,29 +303,34 @@ def _by_value(modules: Callable[[], Iterable[ModuleType]]) -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-_LOOKED_AT: dict[str, tuple[Any, bool]] = {}  # of each module that was imported, by name: whether it is the user's own
-_imported: tuple[list[Any], list[ModuleType]] = [], []  # all modules when it was last asked, and the user's own
+_KNOWN_MODULES: dict[str, tuple[Any, bool]] = {}  # name -> the module, and whether it is the user's own
+_imported: tuple[list[Any], list[ModuleType]] = (
+    [],
+    [],
+)  # all modules at the last call of `_own_modules`, and the user's own among them
 
 
 def _own_modules() -> list[ModuleType]:
-    """The modules that are neither installed nor midstream's."""
+    """The user's own modules: neither installed nor midstream's."""
     global _imported
     before, own = _imported
     now = list(sys.modules.values())
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return own
     for name, module in list(sys.modules.items()):
-        if _LOOKED_AT.get(name, (None,))[0] is not module:
-            _LOOKED_AT[name] = module, _is_own(module) and name == module.__name__
+        if _KNOWN_MODULES.get(name, (None,))[0] is not module:
+            _KNOWN_MODULES[name] = module, _is_own(module) and name == module.__name__
     own = [
-        sys.modules[name] for name, (module, is_own) in _LOOKED_AT.items() if is_own and sys.modules.get(name) is module
+        sys.modules[name]
+        for name, (module, is_own) in _KNOWN_MODULES.items()
+        if is_own and sys.modules.get(name) is module
     ]
     _imported = now, own
     return own
 
 
 def _is_own(module: Any) -> bool:
-    """Whether a module is the user's own. The main one is not: what it defines always goes by value."""
+    """Whether a module is the user's own. `__main__` is not: its definitions always go by value."""
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     return (
         file is not None
@@ -354,7 +361,7 @@ def _name_of(programs: Sequence[Sequence[TraceProgram]], value: Any) -> str | No
 
 
 def _variables(program: TraceProgram) -> Mapping[str, Any]:
-    """The values from outside that a program uses, by name."""
+    """The variables from outside that a program uses, by name."""
     if isinstance(program, BlockProgram):
         return program.block.outside
     return program.outside if isinstance(program, FunctionProgram) else {}
@@ -376,7 +383,8 @@ def unship(
     device: torch.device | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[TraceProgram]]:
-    """The programs, with references resolved by `resolve`, and tensors on `device`. `weights` are those that this process holds.
+    """The programs, with references resolved by `resolve`, and tensors on `device`. `weights` are the tensors that this process holds, by
+    digest.
 
     Raises TraceError if another minor version of Python has sent them: code travels as bytecode.
     """
@@ -387,5 +395,5 @@ def unship(
         values = values_of(pickle.load(source), weights or {}, device)
         programs: Any = _CodeUnpickler(source, resolve, values).load()
     if type(programs) is not list or not all(isinstance(each, TraceProgram) for every in programs for each in every):
-        raise TraceError("The trace's code is not what `ship` has made.")
+        raise TraceError("The trace's code was not made by `ship`.")
     return programs

@@ -1,14 +1,13 @@
-"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It travels apart from the code, large parts of it once for
-equal content.
+"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It travels beside the code, and large content is sent once.
 
     weights = Weights()                       # client: the pickle of the code has numbers in place of tensors and arrays
     number = weights.take(sae.W_enc)
-    head, needed = weights.table()            # the head goes with the code, and what is needed to workers that do not have it
+    head, needed = weights.table()            # the head goes with the code, and the needed weights to workers that lack them
 
     values = values_of(head, held, device)    # worker: `held` has the weights by their digests
 
-What overlaps in memory overlaps in the copy, whether it is a tensor or an array, large or small. Arrays stay on the CPU. A body's tensors
-are its own: writing to them changes no weight.
+Tensors and arrays that overlap in memory overlap in the copy, too. Arrays stay on the CPU. A body's tensors are its own: writing to them
+changes no weight.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from midstream.tree import is_raw
 LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
 _ALIGNMENT = 16  # bytes of the largest element of a tensor
 _PIECE = 1 << 24  # bytes that one thread compares
-_MANY = 300  # tensors and arrays of one part of memory, above which nobody compares each with each
+_MANY = 300  # tensors and arrays of one part of memory, above which they are not compared pairwise
 _CPU = torch.device("cpu")
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -43,21 +42,21 @@ _bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_
 
 
 class Weight:
-    """Memory of the caller's as it was when a trace was made."""
+    """The caller's memory at the time when a trace was made."""
 
     def __init__(self, data: bytes, digest: str) -> None:
         self.data, self.digest = data, digest
 
 
-# The weights that a trace uses or workers hold. Memory that has not changed is known by its address: comparing is faster than a digest.
+# The weights that a trace uses or workers hold. Unchanged memory is recognized by its address: comparing is faster than a digest.
 _by_place: WeakValueDictionary[tuple[int, int, int], Weight] = WeakValueDictionary()
 _by_digest: WeakValueDictionary[str, Weight] = WeakValueDictionary()
 
 
 def _weight_of(address: int, size: int, lead: int) -> Weight:
-    """The weight with this content, behind `lead` zeros.
+    """The weight with this content, after `lead` zeros.
 
-    The content is always compared. A tensor's version does not tell: `weight.data *= 2` leaves it as it was.
+    The content is always compared, because a tensor's version misses changes such as `weight.data *= 2`.
     """
     weight = _by_place.get((address, size, lead))
     if weight is None or not _same_bytes(address, _address_of(weight.data) + lead, size):
@@ -69,12 +68,12 @@ def _weight_of(address: int, size: int, lead: int) -> Weight:
 
 
 def _same_bytes(one: int, other: int, size: int) -> bool:
-    """Whether both places hold the same, compared by several threads if it is much."""
+    """Whether both places hold the same bytes. Several threads compare large ones."""
     starts = range(0, size, _PIECE)
     pieces = [(one + start, other + start, min(_PIECE, size - start)) for start in starts]
     if len(pieces) < 2:
         return not _differ(one, other, size)
-    # It is not kept: threads do not live on in a forked process.
+    # The pool is made anew each time: threads do not survive in a forked process.
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
         return not any(pool.map(_differ, *zip(*pieces, strict=True)))
 
@@ -84,7 +83,7 @@ def _address_of(data: bytes) -> int:
 
 
 class _MemoryLayout(NamedTuple):
-    """How a tensor or an array lies in memory. Strides are in bytes.
+    """The layout of a tensor or an array in memory. Strides are in bytes.
 
     Attributes:
         is_conj, is_neg: of a tensor that is a lazy conjugate or negative.
@@ -136,7 +135,7 @@ class _CallersTensor:
 
     Attributes:
         given: the caller's object.
-        value: what lies there: a tensor without the lazy conjugate, say.
+        value: the content in memory, such as a tensor without its lazy conjugate.
         range: the `[begin, end)` of its bytes.
     """
 
@@ -169,7 +168,7 @@ class _CallersTensor:
         return isinstance(self.value, np.ndarray)
 
     def alone(self) -> _CallersTensor:
-        """The same in memory of its own, if most of the memory between its elements is not its own."""
+        """A dense copy, if most of the memory between its elements is not its own; else itself."""
         begin, end = self.range
         if end - begin <= 2 * self.layout.nbytes:
             return self
@@ -183,7 +182,7 @@ class _CallersTensor:
 
 
 class _Location(NamedTuple):
-    """Where a tensor or array is: in which block, and how many bytes from its beginning."""
+    """The place of a tensor or array: its block, and the offset in bytes from the block's beginning."""
 
     block: int
     offset: int
@@ -194,11 +193,11 @@ _Block = str | bytes  # a weight's digest, or the bytes themselves if they are f
 
 
 class Head(NamedTuple):
-    """Where the tensors and arrays of some code are.
+    """The places of the tensors and arrays of some code.
 
     Attributes:
         places: by number.
-        mixed: a text for each block that has both tensors and arrays.
+        mixed: an error's text for each block that has both tensors and arrays.
     """
 
     blocks: list[_Block]
@@ -219,7 +218,7 @@ class Weights:
 
     @staticmethod
     def takes(value: Any) -> bool:
-        """Whether it is a tensor or an array that has bytes to take out of the code."""
+        """Whether it is a tensor or an array whose bytes can be taken out of the code."""
         if type(value) is np.ndarray:
             return not value.dtype.hasobject
         return issubclass(type(value), torch.Tensor) and is_raw(value)
@@ -230,9 +229,9 @@ class Weights:
         return len(self._taken) - 1
 
     def table(self, name_of: Callable[[Any], str | None] = lambda _: None) -> tuple[Head, dict[str, Weight]]:
-        """Where each of them is, and the weights that are needed, by digest. `name_of`: the caller's name of an object, for errors.
+        """The place of each of them, and the needed weights by digest. `name_of`: the caller's name of an object, for errors.
 
-        Raises TraceError for tensors that share memory in a way that no copy can have.
+        Raises TraceError for tensors that share memory in a way that a copy cannot.
         """
         head, needed = Head([], {}, []), dict[str, Weight]()
         for part in _parts(self._taken):
@@ -253,7 +252,9 @@ class Weights:
         return head, needed
 
     def contents(self) -> Any:
-        """Equal for tensors and arrays with equal numbers that share memory alike, wherever it is. Raises TraceError as `table`."""
+        """Equal for tensors and arrays with equal numbers that share memory in the same way, wherever it is. Raises TraceError as
+        `table`.
+        """
         head, _ = self.table()
         numbered: dict[int, int] = {}  # a block by its address -> by the first tensor in it
         places = []
@@ -265,7 +266,8 @@ class Weights:
     def copies(self) -> dict[int, Any]:
         """Copies by number, for this process: on their own devices, and with gradients that reach the caller's tensors.
 
-        Tensors that require gradients and were not computed, such as parameters, are the caller's own, with all that shares their memory.
+        Tensors that require gradients and were not computed, such as parameters, are not copied, and neither are tensors that share their
+        memory.
         """
         found: dict[int, Any] = {}
         for part in _parts(self._taken):
@@ -286,7 +288,7 @@ class Weights:
 
 
 def _parts(taken: Sequence[_CallersTensor]) -> Iterator[list[_CallersTensor]]:
-    """The tensors and arrays, those together that overlap in memory."""
+    """The tensors and arrays, grouped by overlaps in memory."""
     group: list[_CallersTensor] = []
     end = 0
     yield from ([each] for each in taken if not each.layout.nbytes)
@@ -304,7 +306,9 @@ def _parts(taken: Sequence[_CallersTensor]) -> Iterator[list[_CallersTensor]]:
 
 
 def _split(group: list[_CallersTensor]) -> list[list[_CallersTensor]]:
-    """Those whose ranges overlap; without those that only lie between the others' elements, if most of the range is nobody's."""
+    """Groups of those whose ranges overlap. If most of the range is unused, those that only lie between the others' elements are
+    separated.
+    """
     if len(group) == 1:
         return [[group[0].alone()]]
     begin, end = min(each.range[0] for each in group), max(each.range[1] for each in group)
@@ -318,7 +322,7 @@ def _split(group: list[_CallersTensor]) -> list[list[_CallersTensor]]:
 
 
 def _overlap(one: _CallersTensor, other: _CallersTensor) -> bool:
-    """Whether they have a byte in common; also if that takes long to find out."""
+    """Whether they have a byte in common; true if that takes too long to find out."""
     try:
         return np.shares_memory(_bounded(one), _bounded(other), max_work=100_000)
     except np.exceptions.TooHardError:
@@ -326,14 +330,14 @@ def _overlap(one: _CallersTensor, other: _CallersTensor) -> bool:
 
 
 def _bounded(taken: _CallersTensor) -> np.ndarray[Any, Any]:
-    """An array that lies where it lies. It is not read."""
+    """An array at the same place in memory. Its content is not read."""
     layout, (begin, end) = taken.layout, taken.range
     there: Any = (ctypes.c_char * (end - begin)).from_address(begin)
     return np.ndarray(layout.shape, f"V{layout.dtype.itemsize}", there, taken.address - begin, layout.strides)
 
 
 def _extent(part: Sequence[_CallersTensor]) -> tuple[int, int, int]:
-    """How many bytes to put before the memory of a part so that its tensors are aligned, where it begins, and its size."""
+    """The number of padding bytes that align a part's tensors, the address where its memory begins, and its size."""
     begin, end = min(each.range[0] for each in part), max(each.range[1] for each in part)
     tensors = [each for each in part if not each.is_array]
     anchor = max(tensors, key=lambda each: each.layout.dtype.itemsize, default=None)
@@ -347,7 +351,7 @@ def _extent(part: Sequence[_CallersTensor]) -> tuple[int, int, int]:
 
 
 def _readable(part: Sequence[_CallersTensor], begin: int, size: int) -> tuple[Any, int]:
-    """An object that keeps the part's memory in this process's reach, and its address."""
+    """An object that keeps the part's memory readable in this process, and its address."""
     if part[0].device.type == "cpu":
         return part, begin
     flat = _stored(part, begin, size).cpu()
@@ -384,7 +388,7 @@ def _mixed(part: Sequence[_CallersTensor], name_of: Callable[[Any], str | None])
 def _computed_again(part: Sequence[_CallersTensor]) -> dict[int, Any] | None:
     """The values of a part that needs gradients, by number; None for other parts.
 
-    If it lies in one tensor that was computed, that is computed once more, by `clone`. Otherwise they are the caller's own.
+    If all of them lie in one computed tensor, `clone` computes that tensor again. Otherwise they are the caller's own.
     """
     recorded = [each for each in part if not each.is_array and each.given.requires_grad]
     if not recorded:
@@ -413,7 +417,7 @@ def _computed_again(part: Sequence[_CallersTensor]) -> dict[int, Any] | None:
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which it is a view, or itself."""
+    """The tensor that it is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -429,9 +433,9 @@ def on_device(data: bytes, device: torch.device | None) -> torch.Tensor:
 
 
 def values_of(head: Head, held: Mapping[str, torch.Tensor], device: torch.device | None) -> dict[int, Any]:
-    """The tensors and arrays by number, for one body or several that share their objects.
+    """The tensors and arrays by number, for one body, or for several that share objects.
 
-    Raises TraceError if a weight is missing, or if a tensor on another device than the CPU shares memory with an array.
+    Raises TraceError if a weight is missing, or if a tensor on a device other than the CPU shares memory with an array.
     """
     if head.mixed and device is not None and device.type != "cpu":
         raise TraceError(head.mixed[0])
