@@ -1,4 +1,4 @@
-"""Makes programs step by step, from operations on results whose shapes are known."""
+"""Builds programs step by step, and infers the shape of each result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ROWS = 1009  # any number
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """A step's result."""
+    """A step's result and its reference."""
 
     ref: Ref
     shaped: Shaped
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Without the first axis, that of the rows."""
+        """The sizes without the first axis, which is that of the rows."""
         return tuple(self.shaped.meta.shape[1:])
 
     @property
@@ -40,10 +40,10 @@ class StepResult:
 
 
 class Builder:
-    """The steps so far. Equal steps are made once.
+    """The steps so far. Equal steps are added once.
 
     Args:
-        width, dtype: as of `Program`.
+        width, dtype: as in `Program`.
     """
 
     def __init__(self, width: int, dtype: str) -> None:
@@ -61,7 +61,7 @@ class Builder:
         return self._inputs[0]
 
     def further(self, width: int) -> StepResult:
-        """One more input, of another site."""
+        """One more input, another site's value."""
         ref = Ref(-1 - len(self._inputs))
         self._inputs.append(StepResult(ref, self._checker.input(width, self.dtype)))
         return self._inputs[-1]
@@ -69,10 +69,10 @@ class Builder:
     def add(
         self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
     ) -> StepResult:
-        """The result of an operation; of several, number `out`.
+        """The result of an operation; result number `out` if it has several.
 
         Args:
-            args, kwargs: as of a step, with results in place of references, and tensors in place of constants.
+            args, kwargs: as in a step, with results in place of references, and tensors in place of constants.
 
         Raises:
             PlanError: the operation is not in the table, mixes rows, or does not take these arguments.
@@ -116,7 +116,7 @@ class Builder:
             keeps: whether it is for a capture, and may have several results.
 
         Raises:
-            PlanError: it is too large, or of another shape.
+            PlanError: it is too large, or has another shape.
         """
         needed, inputs = self._needed(results)
         numbers = {old: new for new, old in enumerate(sorted(needed))}
@@ -141,11 +141,11 @@ class Builder:
         return Program(self.width, self.dtype, tuple(steps), result, held, widths)
 
     def inputs_of(self, result: StepResult) -> list[int]:
-        """Which further inputs `program(result)` has, by the order in which they were made."""
+        """The further inputs of `program(result)`, numbered in the order in which they were made."""
         return [-2 - at for at in self._needed([result])[1]]
 
     def _needed(self, results: Sequence[StepResult]) -> tuple[set[int], list[int]]:
-        """The steps that results are computed with; and the further inputs, as in `Ref.step`."""
+        """The steps that the results depend on, and the further inputs, numbered as in `Ref.step`."""
         needed: set[int] = set()
         rest = [result.ref for result in results]
         while rest:

@@ -1,4 +1,4 @@
-"""Checks programs: runs their operations on the meta device, which knows shapes and dtypes and has no numbers."""
+"""Checks programs by running their operations on the meta device, which infers shapes and dtypes without numbers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ MAX_ROW = 1 << 18  # numbers of a row's part of one result
 MAX_SHARED = 1 << 20  # numbers of a result that is the same for all rows
 MAX_RESULTS = 1 << 10  # of one step
 MAX_RANK = 6
-_CHECKED_ROWS = (1009, 2)  # literal sizes cannot stand for both
+_CHECKED_ROWS = (1009, 2)  # two numbers, so that a literal size cannot equal both
 _TYPES = {
     "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
-_SLOWER = 16  # how many times the work of others the operations in `SLOW` are
+_SLOWER = 16  # the work of an operation in `SLOW`, relative to others
 
 
 class Checker:
-    """Runs operations on the meta device, and keeps to the rules.
+    """Runs operations on the meta device, and applies the rules of `plan.rowwise`.
 
     Args:
         rows: R.
@@ -62,7 +62,7 @@ class Checker:
         """The result of a step. `args` and `kwargs` are those of the step, with `Shaped` in place of references.
 
         Raises:
-            PlanError: it is not in the table, mixes rows, or does not take these arguments.
+            PlanError: the operation is not in the table, mixes rows, or does not take these arguments.
         """
         try:
             func = overload(step.op)
@@ -105,7 +105,7 @@ class Checker:
 
 
 def plain(arg: Any, tensor: Callable[[Any], Any], rows: int) -> Any:
-    """An argument as PyTorch takes it. `tensor` gives what stands for others than plain ones."""
+    """An argument as PyTorch takes it. `tensor` converts references and constants."""
     if isinstance(arg, tuple):
         return [plain(each, tensor, rows) for each in arg]
     if isinstance(arg, RowCount):
@@ -114,7 +114,7 @@ def plain(arg: Any, tensor: Callable[[Any], Any], rows: int) -> Any:
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> OpCall:
-    """The arguments by their names. Refuses other types than the schema has: PyTorch itself may crash with them.
+    """The arguments by their names. Refuses types other than the schema's, with which PyTorch itself may crash.
 
     Args:
         takes_numbers: whether tensors other than the first one may be numbers.
@@ -151,7 +151,7 @@ def _is_of(kind: str, given: Any) -> bool:
 
 
 def _check_rows_marks(op: str, call: OpCall) -> None:
-    """A number of rows may stand in sizes alone, and there in front: a result must not depend on it."""
+    """The number of rows may only be the first size: a result must not depend on it."""
     for name, value in call.named.items():
         inside = value[1:] if SIZED.get(op) == name and isinstance(value, tuple) and value else (value,)
         if any(objects_in(inside, RowCount)):
@@ -159,7 +159,7 @@ def _check_rows_marks(op: str, call: OpCall) -> None:
 
 
 def _multiplications(func: Any, call: OpCall) -> float:
-    """Of a product of matrices, counted as work: a row's part of it, and little for what all rows share."""
+    """The work of a matrix product for one row, in units of `Checker.work`; little for a product that all rows share."""
     pair = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][-2:]
     if func._schema.name not in ("aten::mm", "aten::mv", "aten::addmm", "aten::bmm") or len(pair) < 2:
         return 0.0
@@ -170,14 +170,14 @@ def _multiplications(func: Any, call: OpCall) -> float:
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of a program.
+    """The facts about a program.
 
     Attributes:
-        work: numbers that it computes for each row, about.
+        work: about how many numbers it computes for each row.
         peak: the most numbers of a row that are in memory at once.
-        last_use: step -> the last step that uses it; those that are not there are used by none.
+        last_use: step -> the last step that uses it; without the unused steps.
         results: of each step, the first one for a number of rows.
-        parts: what a row of each result of the program is.
+        parts: the shape and dtype of one row of each result of the program.
     """
 
     work: int
@@ -234,7 +234,7 @@ def _checked(program: Parts, rows: int) -> Checked:
 
 
 def _check_result(found: Any, rows: int, width: int | None) -> None:
-    """Raise PlanError for a result that cannot be one. `width`: of the value that it replaces; None for one that a capture keeps."""
+    """Raise PlanError for an invalid result. `width`: of the value that it replaces; None for a capture's result."""
     if not isinstance(found, Shaped) or found.rows != 1 or (width and tuple(found.meta.shape) != (rows, width)):
         shape = list(found.meta.shape) if isinstance(found, Shaped) else "several tensors"
         allowed = [rows, width] if width else f"[{rows}, ...]"
@@ -253,7 +253,7 @@ def _last_use(steps: Sequence[Step], results: Sequence[Ref]) -> dict[int, int]:
 
 
 def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
-    """The most numbers of a row that are in memory at once, with the inputs. `width`: of all of these."""
+    """The most numbers of a row that are in memory at once, with the inputs. `width`: of all inputs together."""
     alive = most = 2 * width
     ends: dict[int, int] = {}
     for number, size in enumerate(sizes):

@@ -1,8 +1,8 @@
-"""Compiles a plan for one prompt length: a few profiles, and for each position the number of its profile.
+"""Compiles a plan for one prompt length: a few profiles, and the number of each position's profile.
 
-A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 does nothing, so an
-engine looks up one number for each row. The vectors that ops refer to lie in a bank. `PlanKeys` says which KV blocks of the prompt other
-requests may share.
+A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 is empty, so an engine
+looks up one number for each row. The vectors that ops refer to are in a bank. `PlanKeys` says which KV blocks of the prompt other requests
+may share.
 
 Legend: P positions of the prompt.
 """
@@ -56,21 +56,21 @@ class Profile:
 
     @cached_property
     def further(self) -> frozenset[Point]:
-        """The (site, layer) whose values programs elsewhere read."""
+        """The (site, layer) of values that programs at other sites read."""
         return frozenset(point for ops in self.ops.values() for op in ops for point in op.inputs)
 
     @property
     def points(self) -> frozenset[Point]:
-        """Those at which something is to be done."""
+        """The (site, layer) with ops, or with values that programs read."""
         return self.further.union(self.ops)
 
 
 class Reach(NamedTuple):
-    """Where a plan acts in the whole model, for whichever stage it was compiled, so that all pipeline stages decide alike.
+    """The points in the whole model where a plan acts, so that all pipeline stages decide alike.
 
     Attributes:
         points: the (site, layer) at which it acts.
-        programs: those of them at which a program runs.
+        programs: those at which a program runs.
     """
 
     points: frozenset[Point] = frozenset()
@@ -83,7 +83,7 @@ class CompiledPlan:
 
     Attributes:
         bank: float32 `[width]` each, on the CPU or on the device where the engine holds them.
-        profiles: the first does nothing.
+        profiles: the first is empty.
         prompt: int32, the profile of each position of the prompt, and of generated ones up to the last that an edit names.
         generated: the profile of every later position.
         acts: bool, whether the plan acts at each of the positions of `prompt`, on any stage.
@@ -115,10 +115,10 @@ def compile_plan(
         prompt_length: in tokens; later positions are generated.
         num_layers: the model's, all stages together.
         width: of a site at a layer.
-        vector: gives a named vector, float32 `[width]`, numpy or torch.
-        run: gives a recorded run's row at a site, layer and position, `[width]`, on any device.
+        vector: returns a named vector, float32 `[width]`, numpy or torch.
+        run: returns a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
-        on_host: gives a named vector for `Edit.shape`, if the host would have to wait for the one from `vector`.
+        on_host: returns a named vector for `Edit.shape`, if the host would have to wait for the one from `vector`.
 
     Raises:
         PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
@@ -165,7 +165,7 @@ def _reach(
     """`CompiledPlan.acts` and `CompiledPlan.reach`. `listed`: how many positions have profiles of their own."""
     acts = np.zeros(listed, bool)
     in_prompt, generated = list[Intervention](), list[Intervention]()
-    everywhere = False  # in the prompt
+    everywhere = False  # whether an edit acts at all of the prompt
     for item in normal.interventions:
         if isinstance(item, Capture):
             rows = selections[item.positions]
@@ -196,15 +196,15 @@ def _reach(
 
 
 def _listed(normal: Plan, prompt_length: int) -> int:
-    """The number of positions with a profile of their own: up to the last one that an edit names."""
+    """The number of positions with a profile of their own: all positions up to the last one that an edit names."""
     places = (position_of(edit, prompt_length) for edit in normal.edits)
     return max([prompt_length, *(place + 1 for place in places if place is not None)])
 
 
 def reads_of(captures: Sequence[Capture]) -> dict[PlaneKey, Program]:
-    """The programs that compute what is kept of a site, for captures in normal form.
+    """The programs that captures in normal form run, by the value that they read.
 
-    Raises PlanError if two captures keep different things of one value.
+    Raises PlanError if two captures run different programs on one value.
     """
     found: dict[PlaneKey, Program | None] = {}
     for capture in captures:
@@ -215,7 +215,7 @@ def reads_of(captures: Sequence[Capture]) -> dict[PlaneKey, Program]:
 
 
 def plane_width(key: PlaneKey, width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]) -> int:
-    """Of what is kept, in elements of the model's dtype. `reads`: as `reads_of` returns them."""
+    """The width of a plane, in elements of the model's dtype. `reads`: from `reads_of`."""
     program = reads.get(key)
     return width(*key[:2]) if program is None else program.packed_width(SIZES[program.dtype])
 
@@ -223,7 +223,7 @@ def plane_width(key: PlaneKey, width: Callable[[str, int], int], reads: Mapping[
 def _captured(
     captures: list[Capture], selections: Mapping[Any, Selection], prompt_length: int
 ) -> tuple[np.ndarray, list[frozenset[PlaneKey]], frozenset[PlaneKey]]:
-    """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and those at generated positions."""
+    """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and the set at generated positions."""
     groups: dict[Any, set[PlaneKey]] = {}
     for capture in captures:
         groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
@@ -254,13 +254,15 @@ class _VectorBank:
         self._ops: dict[Any, Op] = {}
 
     def check_names(self, edit: Edit) -> None:
-        """Raise PlanError for a named vector that the stage of this edit refuses: the request ends on all stages or on none."""
+        """Raise PlanError for a named vector that another stage, where this edit acts, would refuse: the request fails on all stages or on
+        none.
+        """
         for field, value in edit.values():
             if isinstance(value, Named):
                 self._operand(edit, field, value)
 
     def op(self, edit: Edit) -> Op:
-        """The op of an edit in normal form; a plan may have the same one at many positions."""
+        """The op of an edit in normal form. Cached, since a plan may have the same one at many positions."""
         key = (*edit.what(), edit.run_row()) if edit.reads_run else edit.what()
         if key not in self._ops:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
@@ -315,7 +317,7 @@ class _Profiles:
         self._without_placed: dict[Any, Profile] = {}
 
     def number(self, planes: frozenset[PlaneKey], phase: str, placed: _Ranked | None = None) -> int:
-        """The number of the profile that captures `planes` and makes the edits of `phase` and those `placed` at one position."""
+        """The number of the profile that captures `planes` and makes the edits of `phase`, and those `placed` at one position."""
         phase = "prefill" if self._same else phase
         everywhere = self._edits[phase]
         if not planes and not placed and not everywhere:
@@ -362,7 +364,7 @@ def _order(point: Point) -> tuple[int, int]:
 
 
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
-    """Whether the value at a site is part of any key or value of attention: at the last layer, only what goes into its attention."""
+    """Whether the value at a site affects any key or value of attention: at the last layer, only the input of its attention does."""
     return layer < num_layers - 1 or site in ("resid_pre", "attn_in")
 
 
@@ -387,9 +389,9 @@ class _Stretch(NamedTuple):
 class PlanKeys:
     """The prefix-cache keys of one request's KV blocks.
 
-    The KV of a position depends on the tokens up to it, and on every edit up to it that a later attention reads. Two requests may share
-    the block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`.
-    The engine compares the tokens; `at(end)` stands for the edits.
+    The KV of a position depends on the tokens up to it, and on every edit up to it that a later attention reads. Two requests may share the
+    block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`. The
+    engine compares the tokens; `at(end)` stands for the edits.
 
     Args:
         plan: all of the request's, the engine-wide one included.
@@ -410,19 +412,19 @@ class PlanKeys:
                 active.append(_Active(order, place, *_range(edit, prompt_length), texts.of(edit)))
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self._within: list[str] = []  # the key inside of each stretch, up to its end
-        self._behind: list[str] = []  # and behind it
+        self._within: list[str] = []  # the key of blocks that end in each stretch
+        self._after: list[str] = []  # the key of blocks that end after it
         below = ""
         for start, stop, edits in _stretches(sorted(active)):
             self._starts.append(start)
             self._stops.append(stop)
             self._within.append(digest("\n".join([below, str(start), *edits]).encode()))
             below = digest(f"{self._within[-1]} {stop}".encode())
-            self._behind.append(below)
+            self._after.append(below)
 
     @property
     def size(self) -> int:
-        """About the bytes that it takes."""
+        """About how many bytes it takes."""
         return _STRETCH_BYTES * len(self._starts)
 
     @property
@@ -431,28 +433,28 @@ class PlanKeys:
         return self._starts[0] if self._starts else None
 
     def at(self, end: int) -> str | None:
-        """The key of a block that ends before position `end`: 32 hexadecimal digits; None if it may be shared with plain requests."""
+        """The key of a block that ends before position `end`: 32 hexadecimal digits; None if plain requests may share the block."""
         last = bisect_left(self._starts, end) - 1
         if last < 0:
             return None
-        return self._within[last] if end <= self._stops[last] else self._behind[last]
+        return self._within[last] if end <= self._stops[last] else self._after[last]
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
-    """The lowest captured position of the prompt, which cache hits must not pass; None if none is captured."""
+    """The lowest captured position of the prompt, at which cache hits must end; None if none is captured."""
     prompts = [Selection.of(each, prompt_length).prompt for each in {capture.positions for capture in plan.captures}]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 
 
 def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
-    """The positions `[start, stop)` that an edit in normal form acts at."""
+    """The positions `[start, stop)` of an edit in normal form."""
     if (position := position_of(edit, prompt_length)) is not None:
         return position, position + 1
     return {"both": (0, _FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, _FOREVER)}[edit.phase]
 
 
 class _Texts:
-    """What edits do to a row, in short, without where. Cached, since a plan may have the same edit at many positions."""
+    """What edits do to a row, as short texts without positions. Cached, since a plan may have the same edit at many positions."""
 
     def __init__(self) -> None:
         self._known: dict[Any, str] = {}
@@ -465,14 +467,14 @@ class _Texts:
             for field, value in vars(edit).items():
                 if (
                     isinstance(value, Named) and value.digest is None
-                ):  # nobody knows its vector: equal to no other plan's
+                ):  # its vector is unknown here, so the plan equals no other
                     attributes[field] = Named(self._nonces[value.name])
             self._known[key] = digest(encoded(changed(edit, **attributes)).encode())
         return f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]
 
 
 def _stretches(edits: list[_Active]) -> list[_Stretch]:
-    """The positions that have edits, cut wherever these change and nowhere else."""
+    """The positions that have edits, split where the edits change."""
     changes: dict[int, set[int]] = defaultdict(set)  # position -> places in `edits` of those that start or stop there
     for i, edit in enumerate(edits):
         changes[edit.start] ^= {i}

@@ -1,12 +1,12 @@
 """Programs: row-wise functions of a site's value as data, for the edit `Apply` and for `Capture`.
 
-A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends on row r of its
-inputs alone, whatever their number is. It holds no code, so anybody whose plan is taken may send one:
+A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends only on row r of
+its inputs, for any number of rows. It contains no code, so untrusted clients may send programs:
 
     h = Ref(-1)  # the input, [rows, width]
     Program(256, "float32", (Step("mul.Tensor", (h, 0.5)), Step("add.Tensor", (Ref(0), Const(0)))), Ref(1), (Constant.of(vector),))
 
-On the wire each program and each constant is there once, by its digest. Constants are little-endian bytes:
+The wire form has each program and each constant once, by its digest. Constants are little-endian bytes:
 
     {"width": 256, "dtype": "float32", "result": {"step": 1}, "constants": [DIGEST],
      "steps": [["mul.Tensor", [{"input": true}, 0.5]], ["add.Tensor", [{"step": 0}, {"constant": 0}]]]}
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
 MAX_RESULTS = 64
-MAX_INPUTS = 4  # beside the value that it is about
-HELD_BYTES = 1 << 18  # of a constant that is sent apart from plans
+MAX_INPUTS = 4  # besides the site's own value
+HELD_BYTES = 1 << 18  # larger constants are sent apart from plans
 MAX_ARGUMENTS = 4096  # of one step, with the numbers in its lists
 MAX_WIDTH = 1 << 20
 _MAX_DEPTH = 3  # of lists in arguments
@@ -49,8 +49,8 @@ _MAX_DEPTH = 3  # of lists in arguments
 class Program(Parts):
     """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
 
-    Its result is a step's, with which `Apply` replaces the value; or a tuple of those of one or several steps, of any shapes, which
-    `Capture` keeps: each row of each, packed one after the other (see `running.unpacked`).
+    Its result is a step's result, with which `Apply` replaces the value; or a tuple of the results of one or several steps, of any shapes,
+    which `Capture` keeps: each row has its part of each result, packed one after the other (see `running.unpacked`).
 
     Raises:
         PlanError: an operation is not in the table, mixes rows or gets wrong arguments; the program is too large; its result has another
@@ -86,34 +86,34 @@ class Program(Parts):
 
     @property
     def is_read(self) -> bool:
-        """Whether it computes what a capture keeps, and not another value for the site."""
+        """Whether it is for a capture, rather than for replacing the site's value."""
         return isinstance(self.result, tuple)
 
     def packed_width(self, itemsize: int) -> int:
-        """How many elements of a dtype of so many bytes its packed results take: a multiple of 16 bytes."""
+        """The width of its packed results, in elements of `itemsize` bytes: a multiple of 16 bytes."""
         return -(-sum(part.nbytes for part in self.checked.parts) // 16) * 16 // itemsize
 
     @cached_property
     def checked(self) -> Checked:
-        """What is known of its results. Raises PlanError as the class does."""
-        from midstream.plan.checking import checked  # with torch, which this module does without
+        """The facts about its results. Raises PlanError as the class does."""
+        from midstream.plan.checking import checked  # imports torch, unlike this module
 
         return checked(self)
 
     @cached_property
     def form(self) -> Form:
-        """What it has in common with programs that can run together with it."""
+        """The common part of the programs that can run together with it."""
         from midstream.plan.forms import form_of
 
         return form_of(self, self.checked.results)
 
     @property
     def work(self) -> int:
-        """How many numbers it computes for a row, about."""
+        """About how many numbers it computes for a row."""
         return self.checked.work
 
     def _check_argument(self, step: Step, number: int, arg: Any, count: list[int], depth: int = 0) -> None:
-        """Raise PlanError for an argument that is not of the kinds that `Step` lists."""
+        """Raise PlanError for an argument whose kind `Step` does not list."""
         count[0] += 1
         what = ""
         if isinstance(arg, Ref) and not -1 - len(self.inputs) <= arg.step < number:
@@ -154,13 +154,14 @@ class Program(Parts):
 
     @property
     def nbytes(self) -> int:
-        """Of the constants that it has."""
+        """The size of the constants that it contains."""
         return sum(constant.nbytes for constant in self.constants if constant.data is not None)
 
     @cached_property
     def held(self) -> tuple[Program, dict[str, bytes]]:
-        """The same for an engine that holds the data of its floating constants of at least `HELD_BYTES`; and that data, by
-        `Constant.held`."""
+        """The program for an engine that holds the data of its floating constants of at least `HELD_BYTES`; and that data, by
+        `Constant.held`.
+        """
         constants, data = list[Constant](), dict[str, bytes]()
         for constant in self.constants:
             if constant.data and constant.nbytes >= HELD_BYTES and constant.dtype in FLOATS:
@@ -192,7 +193,7 @@ def written_step(step: Step) -> list[Any]:
 
 
 def written_program(program: Program) -> dict[str, Any]:
-    """A program as plain data, without its constants' data: see the module."""
+    """A program as plain data, without its constants' data (see the module's docstring)."""
     return {
         "width": program.width,
         "dtype": program.dtype,
@@ -209,7 +210,7 @@ def written_constant(constant: Constant) -> dict[str, Any]:
 
 
 def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str, Constant]:
-    """The table of constants. `most`: bytes of all. Raises PlanError."""
+    """The table of constants. `most`: the limit in bytes for all of them. Raises PlanError."""
     read: dict[str, Constant] = {}
     size = 0
     for key, given in fields.mapping(place, table).items():

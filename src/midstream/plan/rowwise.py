@@ -1,8 +1,8 @@
-"""The operations that programs may have, and what keeps each of them row-wise.
+"""The operations that programs may have, and the rules that keep each of them row-wise.
 
 `plan.checking` runs a program without numbers. Each result is either the same for all rows, or its first axis has a group of entries for
-each row, one after the other. An operation's rule refuses arguments with which
-entries of different groups would meet. What its indices may be is known, too: an index outside would end the engine's process.
+each row. Each operation has a rule, which derives this from its arguments and refuses arguments that would combine different groups. Rules
+also track the range of indices: an index out of range would end the engine's process.
 
 Legend: R rows.
 """
@@ -28,8 +28,8 @@ class Shaped:
 
     Attributes:
         meta: its shape and dtype.
-        rows: how many entries of the first axis each row has; 0 if it is the same for all rows.
-        bound: its whole numbers are at least 0 and below this; None if that is not known.
+        rows: how many entries of the first axis belong to each row; 0 if the result is the same for all rows.
+        bound: its integers are at least 0 and below this; None if no bound is known.
     """
 
     meta: torch.Tensor
@@ -38,11 +38,11 @@ class Shaped:
 
 
 class Mixes(Exception):
-    """Arguments with which an operation is not row-wise, or may fail. The message says why."""
+    """The arguments make an operation mix rows, or may make it fail. The message says why."""
 
 
 class RuleResult(NamedTuple):
-    """What a rule says of an operation's results: `rows` and `bound` as of `Shaped`. `bound` is about the result `which`."""
+    """What a rule infers about an operation's results: `rows` and `bound` as in `Shaped`. `bound` applies to the result `which`."""
 
     rows: int
     bound: int | None = None
@@ -63,7 +63,7 @@ class OpCall:
         return list(objects_in(self.named, Shaped))
 
     def dims(self, name: str, of: Shaped, more: int = 0) -> list[int]:
-        """The axes that an argument names, counted from 0. Refuses all axes, and that of the rows."""
+        """The axes that an argument names, counted from 0. Refuses the axis of the rows, also as part of all axes."""
         given, rank = self[name], of.meta.ndim + more
         listed = list(given) if isinstance(given, (tuple, list)) else [given]
         if of.rows and (not listed or given is None):
@@ -81,7 +81,7 @@ Rule = Callable[[OpCall], RuleResult]
 
 
 def _rows_of(tensors: Sequence[Shaped]) -> int:
-    """The rows of a result that is computed entry by entry from these, by broadcasting."""
+    """The rows of a result that is computed entry by entry from these tensors, by broadcasting."""
     blocks = [each for each in tensors if each.rows]
     if not blocks:
         return 0
@@ -99,14 +99,14 @@ def _elementwise(call: OpCall) -> RuleResult:
 
 
 def _floating(call: OpCall) -> RuleResult:
-    """Entry by entry; with whole numbers it could fail."""
+    """Entry by entry; integers could make it fail."""
     if not any(each.meta.dtype.is_floating_point for each in call.tensors):
         raise Mixes("it takes floating numbers here")
     return _elementwise(call)
 
 
 def _along(places: int | None = None) -> Rule:
-    """What is computed along some axes. `places`: which result says where in the axis."""
+    """Computes along some axes. `places`: the index of the result that has positions along the axis."""
 
     def rule(call: OpCall) -> RuleResult:
         x = call["self"]
@@ -119,7 +119,7 @@ def _along(places: int | None = None) -> Rule:
 
 
 def _view(name: str = "dim", more: int = 0) -> Rule:
-    """A view or a copy that leaves the first axis alone. `more`: axes that the result has beside those of the argument."""
+    """A view or a copy that leaves the first axis alone. `more`: how many more axes the result has than the argument."""
 
     def rule(call: OpCall) -> RuleResult:
         x = call["self"]
@@ -247,7 +247,7 @@ def _gather(call: OpCall) -> RuleResult:
 
 
 def _indexed(call: OpCall) -> RuleResult:
-    """`x[:, places]`, or that with other numbers there."""
+    """`x[:, places]`, or a copy of x with other numbers there."""
     x, values = call["self"], call["values"]
     indices = call["indices"]
     used = [i for i, each in enumerate(indices) if each is not None]
@@ -292,7 +292,7 @@ def _scattered(call: OpCall) -> RuleResult:
 
 
 def _argument_free(rule: Rule, *names: str) -> Rule:
-    """The rule, for an operation whose other tensors have to be the same for all rows."""
+    """The rule, for an operation whose other tensors must be the same for all rows."""
 
     def checked_rule(call: OpCall) -> RuleResult:
         if any(isinstance(call[name], Shaped) and call[name].rows for name in names):
@@ -396,5 +396,5 @@ def overload(name: str) -> Any:
 
 
 def on_device(name: str, device: torch.device | str) -> dict[str, Any]:
-    """The argument that has an operation compute on a device, if its other arguments do not say where."""
+    """The device argument of an operation whose other arguments do not determine the device."""
     return {"device": device} if name == "full.default" else {}
