@@ -1,11 +1,11 @@
-"""Where each site's value lies: the residual stream that enters and leaves the blocks, and the sites inside a block.
+"""The place of each site's value: the residual stream that enters and leaves the blocks, and the sites inside a block.
 
 The stream is one tensor, or the sum of two; the next block decides which. A block may return several tensors of the stream's shape; the
 stream consists of those that the next block takes and uses together. StableLM returns a second tensor that no block takes, and Command-R
 one that the next block takes and ignores: adding those would count them twice.
 
-A module's name only makes it a candidate: the probe (`probe.py`) shows what the module does in the forward pass. The user's names come
-before the standard ones: `rename={"my_blocks": "layers", "mixer": "attn"}`, where a key is a name or the end of a dotted path.
+A module's name only makes it a candidate: the probe (`probe.py`) shows its role in the forward pass. The user's names come before the
+standard ones: `rename={"my_blocks": "layers", "mixer": "attn"}`, where a key is a name or the end of a dotted path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 
 
 class RoleNames:
-    """The user's names followed by the standard ones."""
+    """The user's names for each role, followed by the standard ones."""
 
     def __init__(self, rename: Rename | None = None) -> None:
         self._own: dict[str, list[str]] = {}
@@ -55,7 +55,7 @@ class RoleNames:
         return self._own.get(role, [])
 
     def rank(self, path: str, role: str) -> int | None:
-        """How well the name of `path` fits `role`: 0 is best, None means that it does not."""
+        """How well the name of `path` fits `role`: 0 is best, and None means no match."""
         candidates = [*self.own(role), *STANDARD[role]]
         for rank, name in enumerate(candidates):
             if ends_with(path, name):
@@ -71,7 +71,7 @@ class RoleNames:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """The leaves of a block's call that hold the stream. `*_second` is None if the stream is one tensor."""
+    """The leaves of a block's call that hold the residual stream. `*_second` is None if the stream is one tensor."""
 
     entering: Ref
     entering_second: Ref | None
@@ -80,7 +80,7 @@ class StreamLayout:
 
 
 def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
-    """The leaves with the stream's width and number of tokens, those named as hidden states first."""
+    """The leaves with the stream's width and number of tokens; those named like hidden states come first."""
     wide = [
         leaf
         for leaf in found
@@ -107,7 +107,7 @@ def stream_of(call: ModuleCall) -> Leaf:
 
 
 def find_layout(probe: Probe, blocks: list[ModuleCall]) -> StreamLayout:
-    """The layout that the blocks share, found by comparing what each block returns with what the next one takes.
+    """The layout that the blocks share, found by comparing the tensors that each block returns with those that the next one takes.
 
     The majority decides, since a model may change one of the two tensors between some of its blocks.
     """
@@ -133,7 +133,7 @@ def _handover(probe: Probe, block: ModuleCall, following: ModuleCall) -> StreamL
 
 
 def check_shapes(block: ModuleCall, following: ModuleCall) -> None:
-    """Raise ArchitectureError if a block hands two floating tensors of different shapes to the next."""
+    """Raise ArchitectureError if a block passes two floating tensors of different shapes to the next."""
     passed = [out for out in block.outputs if out.floating and any(leaf.same(out) for leaf in following.inputs)]
     if len(block.outputs) == 2 and len({out.shape for out in passed}) > 1:
         raise ArchitectureError(
@@ -154,7 +154,7 @@ def _used_together(probe: Probe, block: ModuleCall, hidden: Leaf, residual: Leaf
 
 
 def _alone(probe: Probe, block: ModuleCall) -> StreamLayout:
-    """The layout if no block hands a tensor to the next: there is only one, or the model changes the stream between them."""
+    """The layout if no block passes a tensor to the next: there is only one block, or the model changes the stream between blocks."""
     like = stream_of(block)
     leaving = [leaf for leaf in block.outputs if leaf.floating and leaf.shape == like.shape]
     entering = stream_leaves(block.inputs, like)
@@ -243,10 +243,10 @@ def _embeds(call: ModuleCall) -> bool:
 
 
 def _scale(probe: Probe, first: ModuleCall, embed: ModuleCall, out: Leaf, entering: Leaf) -> float:
-    """The factor between the planted embedding and what reached the first block; 1.0 if they are not in one proportion.
+    """The factor between the planted embedding and the tensor that reached the first block; 1.0 if they are not proportional.
 
-    Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not
-    a factor.
+    Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not a
+    factor.
     """
     if out.shape[-1] != entering.shape[-1] or entering.snapshot is None:
         return 1.0
@@ -262,7 +262,7 @@ def _scale(probe: Probe, first: ModuleCall, embed: ModuleCall, out: Leaf, enteri
 
 
 def bind_final_norm(probe: Probe, last: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
-    """The norm that reads what leaves the last block. A fused norm returns a pair, whose first element is the value."""
+    """The norm that reads the last block's output. A fused norm returns a pair, whose first element is the value."""
     left = next(leaf for leaf in last.outputs if leaf.ref == layout.leaving)
     after = [call for call in probe.calls if call.started > last.ended]
     reads = [call for call in after if any(leaf.same(left) for leaf in call.inputs)]
@@ -332,7 +332,7 @@ class DecoderBlock:
         return None
 
     def _projection(self, call: ModuleCall, raw: Leaf, role: str) -> ModuleCall | None:
-        """The linear layer whose output the module returns, or else the last one that is named like an output projection."""
+        """The linear layer whose output the module returns, else the last one named like an output projection."""
         linears = [inner for inner in self.probe.within(call) if is_linear(inner.module)]
         for inner in reversed(linears):
             if any(leaf.same(raw) for leaf in inner.returned):
@@ -342,7 +342,7 @@ class DecoderBlock:
         return named[-1] if named else None
 
     def _added(self, part: SubLayer) -> Binding | None:
-        """What a part adds to the stream: its output, after the norm of that output if the block has one."""
+        """The value that attention or the MLP adds to the stream: its output, after the norm of that output if the block has one."""
         if self._takes_residual(part):  # BLOOM, MPT: its output includes the residual
             if part.projection is None:
                 return None
@@ -370,10 +370,10 @@ class DecoderBlock:
         return None
 
     def _middle(self, attn: SubLayer, mlp: SubLayer) -> Binding | None:
-        """The stream between attention and MLP, as the input of the norm before the MLP, or of the MLP itself.
+        """The stream between attention and MLP: the input of the norm before the MLP, or of the MLP itself.
 
-        None for a parallel block: its norm runs before attention ends, or reads what entered the block. What attention returned is not
-        the stream either, unless attention adds the residual itself.
+        None for a parallel block: its norm runs before attention ends, or reads the block's input. Attention's output is not the stream
+        either, unless attention adds the residual itself.
         """
         reader, taken = mlp.first, [mlp.source]
         norm = self._producer(mlp)
@@ -434,12 +434,12 @@ def _head_dim(module: Any, config: Any) -> int | None:
 
 
 def is_a(module: nn.Module, *names: str) -> bool:
-    """Whether one of these is the name of the module's class or of a base class."""
+    """Whether the module's class or a base class has one of these names."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is a linear layer, quantised ones included."""
+    """Whether this is a linear layer, possibly quantised."""
     name = type(module).__name__
     if "Linear" in name or name == "Conv1D" or hasattr(module, "qweight"):
         return True

@@ -1,11 +1,11 @@
-"""Traces that only keep what can be computed from the rows of one value at a time, beside writes of a plan: no code runs on the engine.
+"""Traces whose saved values can be computed from single rows of sites. No code runs on the engine.
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
     scores = [model.layers_output[14] @ probe for _ in tracer.iter[:]]
 
-A plan captures the rows, or what programs (`plan.program`) compute from them. The recording of the code (`trace.record`) shows what it
-keeps: containers with stand-ins in them. Once a request has ended, its captured rows replace these, in the caller's process. Only a request
-that ended early needs another recording, with as many steps as it had.
+A plan makes the trace's writes and captures the rows, or the results of programs (`plan.program`) on them. The recording of the code
+(`trace.record`) shows which values it saves: containers with stand-ins in them. Once a request has ended, its captured rows replace the
+stand-ins in the caller's process. Only a request that ended early needs another recording, with its number of steps.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from midstream.trace.stand_in import StandIn
 from midstream.tree import as_bits, map_objects, objects_in
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_LENGTHS = (1, 2, 997)  # a choice of rows that is the last one in these is the last one in all
+_LENGTHS = (1, 2, 997)  # a choice that selects the last row at these lengths selects it at every length
 
 
-# What a request has captured, and how many steps it had -> the outcome of its trace.
+# The captured rows of a request, and the number of its steps -> the outcome of its trace.
 Ending = Callable[[Captured, int], Outcome]
 
 
@@ -45,8 +45,8 @@ class CapturedSteps:
     """The rows that one request has captured for its trace.
 
     Attributes:
-        planes: the captured rows of each point, `[rows, width]`, in the order of their positions. They are contiguous, and nothing
-            else refers to their memory, so the returned values may be views of it.
+        planes: the captured rows of each point, `[rows, width]`, in the order of their positions. They are contiguous and share no memory
+            with other objects, so the returned values may be views of them.
         prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
     """
@@ -61,9 +61,9 @@ class _Read(NamedTuple):
 
     Attributes:
         result: of a program at the value's point; its input for the rows themselves.
-        shape: of the tensor, without what `lead` tells of.
+        shape: of the tensor, without the axes that `lead` describes.
         rows: which of the value's rows.
-        lead: as of `blocks.Block`: how many axes of size 1 it has in front of its rows; -1 if it is a single row without that axis.
+        lead: as in `row_tensors.RowTensor`: how many axes of size 1 it has before its rows; -1 if it is a single row without that axis.
     """
 
     point: Point
@@ -75,7 +75,7 @@ class _Read(NamedTuple):
 
     @property
     def is_of_last(self) -> bool:
-        """Whether it is about the prompt's last row alone, however many there are, or about a later token."""
+        """Whether it needs only the prompt's last row, for any prompt length, or a later token's row."""
         if self.step:
             return True
         try:
@@ -85,18 +85,18 @@ class _Read(NamedTuple):
 
 
 class _NotFromRows(Exception):
-    """The code does more than to keep what programs can compute."""
+    """The code does more than save values that programs can compute."""
 
 
 class SavedRows:
-    """What the code of a trace keeps.
+    """The rows from which a trace's saved values are computed.
 
     Args:
         recording: of its code.
         dtype: of the model.
 
     Attributes:
-        programs: point -> what computes what is captured there; None for the rows themselves.
+        programs: point -> the program whose results are captured there; None for the rows themselves.
         last: whether the last row of the prompt is enough.
     """
 
@@ -114,14 +114,14 @@ class SavedRows:
 
     @classmethod
     def found(cls, recording: Recording, dtype: torch.dtype) -> SavedRows | None:
-        """The same; None if the code does more than to keep what can be computed from rows."""
+        """The rows; None if the code does more than save values that can be computed from rows."""
         try:
             return cls(recording, dtype)
         except (_NotFromRows, PlanError):
             return None
 
     def fits(self, length: int) -> bool:
-        """Whether a prompt of this length has the rows, and they lie together."""
+        """Whether a prompt of this length has the rows, and they are contiguous."""
         try:
             for read in self._reads if not self.last else ():
                 _stretch(read, length)
@@ -130,7 +130,7 @@ class SavedRows:
         return True
 
     def of(self, recording: Recording) -> dict[int, _Read]:
-        """By the ids of stand-ins, the values that code keeps. Raises _NotFromRows."""
+        """The saved values by the ids of their stand-ins. Raises _NotFromRows."""
         if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
             raise _NotFromRows
         known: dict[Any, _Read] = {}
@@ -142,7 +142,7 @@ class SavedRows:
                 earlier |= {id(new): old for new, old in zip(graph.values, before.values, strict=True)}
 
         def read(value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype) -> _Read:
-            key = id(value), str(chain)  # all that a chain without values has are names and numbers
+            key = id(value), str(chain)  # a chain without values contains only names and numbers
             if next(objects_in(chain, Value), None) is not None:
                 return self._read(value, chain, shape, dtype, readers)
             if key not in known:
@@ -189,7 +189,7 @@ class SavedRows:
         return self._builders[point].program(*parts, keeps=True)
 
     def unpacked(self, planes: Mapping[Point, torch.Tensor]) -> dict[tuple[Point, int], torch.Tensor]:
-        """(point, which of the results there) -> `[rows, numbers]`."""
+        """(point, index of the result there) -> `[rows, numbers]`."""
         found = {}
         for point, program in self.programs.items():
             plane = planes[point]
@@ -198,13 +198,13 @@ class SavedRows:
         return found
 
     def placed(self, recording: Recording, prompt: int) -> Any:
-        """The values that code has saved, with `RowRange` in place of stand-ins.
+        """The saved values, with a `RowRange` in place of each stand-in.
 
         Args:
             prompt: how many rows of each plane belong to the prompt.
 
         Raises:
-            CaptureError: what it keeps was not known when the request began.
+            CaptureError: the code saves values that were not foreseen when the request began.
         """
         try:
             found = self.of(recording) if recording.reason is None else {}
@@ -228,7 +228,7 @@ class SavedRows:
 
 
 def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
-    """Its first row, and how many. Raises _NotFromRows for rows that do not lie together, or that the prompt does not have."""
+    """Its first row, and the number of rows. Raises _NotFromRows for rows that are not contiguous, or that the prompt lacks."""
     try:
         rows = rows_of(read.rows, 1 if read.step else prompt)
     except IndexError:
@@ -239,7 +239,7 @@ def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
 
 
 def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
-    """The stand-ins in lists, dicts and tuples. Raises _NotFromRows for anything that is neither these nor plain."""
+    """The stand-ins in lists, dicts and tuples. Raises _NotFromRows for other objects, except plain values."""
     seen = set() if seen is None else seen
     if id(tree) in seen and type(tree) in (list, dict):  # it may contain itself
         return
@@ -260,17 +260,17 @@ def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
         raise _NotFromRows
 
 
-# Putting captured rows into what was saved.
+# Putting captured rows into the saved values.
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows that lie together in a plane.
+    """Adjacent rows of a plane.
 
     Attributes:
         point: of the plane.
-        part: which of the results there.
-        first, count: the index of the first row, and how many.
+        part: the index of the result there.
+        first, count: the index of the first row, and the number of rows.
         shape: of the tensor.
     """
 
@@ -282,10 +282,10 @@ class RowRange:
 
 
 class _Template:
-    """The values that code has saved, with `RowRange` that count only the saved rows of their plane.
+    """The saved values, with `RowRange`s that index only the used rows of their plane.
 
     Args:
-        values: with `RowRange` in place of rows.
+        values: with a `RowRange` in place of rows.
         planes: of the request that the code ran for.
     """
 
@@ -305,7 +305,7 @@ class _Template:
         }
 
     def filled(self, planes: Mapping[tuple[Point, int], torch.Tensor]) -> Any:
-        """The values with a request's rows. Those of one plane lie in one block of memory, and none overlap."""
+        """The values with a request's rows. Those of one plane lie in one block of memory, without overlaps."""
         blocks = {}
         for key, rows in self._used.items():
             block = as_bits(planes[key]).numpy()
@@ -323,12 +323,12 @@ class _Template:
 
 
 class ClientTrace:
-    """The trace of a request whose code runs nowhere.
+    """The trace of a request whose values are made in the client.
 
     Args:
         recording: of its code, with as many steps as the request may have.
         again: records it with another number of steps.
-        reads: what the code keeps.
+        reads: the rows that its saved values need.
         prompt: how many rows of the prompt are captured.
     """
 

@@ -29,7 +29,7 @@ _ALL_AXES = {  # of a single token
     "sum.default": "sum.dim_IntList", "mean.default": "mean.dim", "max.default": "amax.default", "min.default": "amin.default",
 }  # fmt: skip
 _BESIDE = frozenset("gather.default scatter.src scatter.value scatter_add.default cat.default stack.default".split())
-# With a tensor of one number, and with the number itself.
+# Operations with a tensor of one number -> the same with the number itself.
 _WITH_NUMBER = {
     "masked_fill.Tensor": "masked_fill.Scalar", "clamp_min.Tensor": "clamp_min.default", "clamp_max.Tensor": "clamp_max.default",
     **{f"{name}.Tensor": f"{name}.Tensor" for name in "add sub mul div".split()},
@@ -50,9 +50,9 @@ class RowTensor:
 
     Attributes:
         result: in the program, with the rows on the first axis.
-        rows: which of the value's rows it is about.
-        lead: how many axes of size 1 the recorded tensor has in front of the rows; -1 if it is a single row without that axis.
-        parts: later replacements of some rows of it.
+        rows: which of the site's rows it has.
+        lead: how many axes of size 1 the recorded tensor has before the rows; -1 if it is a single row without that axis.
+        parts: later replacements of some of its rows.
     """
 
     result: StepResult
@@ -62,21 +62,21 @@ class RowTensor:
 
 
 class RowOperations:
-    """Makes a program of operations on tensors.
+    """Makes a program of operations on row tensors.
 
     Args:
         builder: of the site's program; has the steps.
         tokens: T, as recorded.
 
     Attributes:
-        line: of the code, for the next ones.
+        line: of the code, for the next operations.
     """
 
     def __init__(self, builder: Builder, tokens: int) -> None:
         self.builder = builder
         self.line = 0
         self._tokens = tokens
-        self._shaped_before: dict[Ref, StepResult] = {}  # result of a reshape -> what it is a shape of
+        self._shaped_before: dict[Ref, StepResult] = {}  # result of a reshape -> its argument
 
     def result_of(
         self, packet: str, which: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: int | None
@@ -103,7 +103,7 @@ class RowOperations:
         kwargs: Mapping[str, Any] | None = None,
         out: int | None = None,
     ) -> RowTensor:
-        """A step's result, about the same rows as `like`."""
+        """A step's result, for the same rows as `like`."""
         named = {name: _results(each) for name, each in (kwargs or {}).items()}
         return RowTensor(self.builder.add(op, _results(tuple(args)), named, self.line, out), like.rows, like.lead)
 
@@ -113,8 +113,8 @@ class RowOperations:
         return self.made(tensor, "_to_copy.default", (tensor,), {"dtype": DType(str(dtype).removeprefix("torch."))})
 
     def reshaped(self, tensor: RowTensor, shape: Sequence[int], times: int = 1) -> RowTensor:
-        """The tensor with other axes behind the first, which has `times` entries for each row."""
-        result = self.unshaped(tensor.result)  # of a shape of a shape, the first is enough
+        """The tensor with other axes after the first, which has `times` entries for each row."""
+        result = self.unshaped(tensor.result)  # reshape the original tensor, not a reshaped one
         if (times, *shape) == (result.shaped.rows, *result.shape):
             return replace(tensor, result=result)
         made = self.made(tensor, "reshape.default", (replace(tensor, result=result), (RowCount(times), *shape)))
@@ -122,7 +122,7 @@ class RowOperations:
         return made
 
     def unshaped(self, result: StepResult) -> StepResult:
-        """What a result of `reshaped` is a shape of."""
+        """The result that was reshaped into this one."""
         return self._shaped_before.get(result.ref, result)
 
     def expanded(self, tensor: RowTensor, shape: Sequence[int]) -> RowTensor:
@@ -131,7 +131,7 @@ class RowOperations:
         return self.made(tensor, "expand.default", (tensor, (RowCount(tensor.result.shaped.rows), *shape)))
 
     def as_row_tensor(self, own: Any, like: RowTensor) -> RowTensor:
-        """A tensor of the code's own, or a number, as a tensor of the shape and dtype of another one."""
+        """One of the code's own tensors, or a number, with the shape and dtype of `like`."""
         sizes, dtype = (RowCount(like.result.shaped.rows), *like.result.shape), like.result.dtype
         if isinstance(own, torch.Tensor) and own.numel() == 1:
             own = own.item()
@@ -140,7 +140,7 @@ class RowOperations:
         return self.made(like, "expand.default", (self.aligned(own, like).to(dtype), sizes))
 
     def aligned(self, own: torch.Tensor, like: RowTensor) -> torch.Tensor:
-        """A tensor that is broadcast with a tensor, without numbers for each row and without the axes in front of the rows."""
+        """A tensor of the code's own that broadcasts with `like`: without the axes before the rows, and the same for all rows."""
         rank = like.result.rank
         while own.ndim > max(rank, rank + like.lead) or (like.lead > 0 and own.ndim > rank):
             if own.shape[0] != 1:
@@ -157,7 +157,7 @@ class RowOperations:
         return own
 
     def count(self, tensor: RowTensor) -> int:
-        """How many rows the recording has of it."""
+        """How many rows it has in the recording."""
         return len(rows_of(tensor.rows, self._tokens))
 
     def plain(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: int | None = None) -> RowTensor:
@@ -177,7 +177,7 @@ class RowOperations:
         return self.made(like, op, args, kwargs, out)
 
     def _of_one_rank(self, like: RowTensor, args: tuple[Any, ...]) -> tuple[RowTensor, tuple[Any, ...]]:
-        """The arguments with as many axes as they have together, where the recorded tensors lack the axis of the rows."""
+        """The arguments reshaped to the same number of axes, where the recorded tensors lack the axis of the rows."""
         if like.lead >= 0:
             return like, args
         rank = max(like.result.rank, *(each.ndim + 1 for each in args if isinstance(each, torch.Tensor)), 0)
@@ -191,7 +191,7 @@ class RowOperations:
         return fitted(like), tuple(map(fitted, args))
 
     def _with_number(self, op: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-        """The operation with a number in place of a tensor of one without axes, which PyTorch treats alike beside floating ones."""
+        """The operation with a number in place of a tensor of one element without axes. PyTorch computes the same with both for floats."""
         own = args[-1]
         is_number = (
             isinstance(own, torch.Tensor)
@@ -243,7 +243,7 @@ class RowOperations:
         raise NoProgram("it moves tokens into another axis")
 
     def _dim(self, tensor: RowTensor, dim: int, more: int = 0) -> int:
-        """An axis of the recorded tensor as one of the program's: 0 is that of the rows, and lower ones are in front of it."""
+        """An axis of the recorded tensor as one of the program's: 0 is the rows' axis, and lower ones come before it."""
         return dim % (tensor.result.rank + tensor.lead + more) - tensor.lead
 
     def op_unsqueeze(self, tensor: RowTensor, dim: int) -> RowTensor:
@@ -274,7 +274,7 @@ class RowOperations:
     def op_permute(self, tensor: RowTensor, dims: Sequence[int]) -> RowTensor:
         axes = [self._dim(tensor, dim) for dim in dims]
         shape = [*[1] * tensor.lead, self.count(tensor) * tensor.result.shaped.rows, *tensor.result.shape]
-        if tensor.lead >= 0 and shape[tensor.lead] == 1:  # moving axes of size 1 is no more than another shape
+        if tensor.lead >= 0 and shape[tensor.lead] == 1:  # moving axes of size 1 only changes the shape
             wide = [dim for dim in dims if shape[dim] != 1]
             if wide == sorted(wide):
                 return self.view(tensor, [shape[dim] for dim in dims])
@@ -331,7 +331,7 @@ class RowOperations:
     # Indices.
 
     def _places(self, tensor: RowTensor, indices: Sequence[Any]) -> tuple[Any, ...]:
-        """Indices as the program has them, none at the rows."""
+        """Indices as the program has them, None at the rows."""
         if any(isinstance(each, RowTensor) for each in indices):
             raise NoProgram("it uses indices that only the forward has")
         if tensor.lead > 0 and any(each is not None for each in indices[: tensor.lead]):
@@ -346,7 +346,7 @@ class RowOperations:
         return self.made(tensor, "index.Tensor", (tensor, self._places(tensor, indices)))
 
     def _rows_in(self, tensor: RowTensor, indices: Sequence[Any]) -> tuple[int, ...] | None:
-        """The rows that indices are about; None if they are about other axes."""
+        """The rows that indices select; None if they select along other axes."""
         first, *others = indices
         if first is None or tensor.lead:
             return None
@@ -460,14 +460,14 @@ class RowOperations:
         return self._times(one, self.aligned(other, one)[0])
 
     def _times(self, tensor: RowTensor, matrix: torch.Tensor) -> RowTensor:
-        """The matrices of a tensor, one for each row, times the same matrix."""
+        """Each row's matrix times the same matrix."""
         times, (each, size) = tensor.result.shaped.rows, tensor.result.shape
         product = self.made(tensor, "mm.default", (self.reshaped(tensor, (size,), times * each), matrix))
         return self.reshaped(product, (each, matrix.shape[1]), times)
 
 
 def _results(tree: Any) -> Any:
-    """Arguments with results in place of tensors."""
+    """Arguments with results in place of row tensors."""
     if isinstance(tree, RowTensor):
         return tree.result
     return tuple(map(_results, tree)) if isinstance(tree, (tuple, list)) else tree
@@ -476,7 +476,7 @@ def _results(tree: Any) -> Any:
 def _moved(
     op: str, like: RowTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
-    """An operation along axes, for a tensor whose rows are not on the recorded tensor's first axis."""
+    """An operation along axes, for a tensor whose rows are not on the recorded first axis."""
     if op in _ALL_AXES and like.lead < 0:
         op = _ALL_AXES[op]
     if op not in RULES:

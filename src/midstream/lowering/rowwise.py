@@ -33,7 +33,7 @@ _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implic
 
 
 class NotRowwise(Exception):
-    """Why a write is no program, and on which line; 0 if unknown."""
+    """Why a write is not a program, and on which line; 0 if unknown."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(reason)
@@ -44,8 +44,8 @@ class Made(NamedTuple):
     """A program that makes a write.
 
     Attributes:
-        rows: that it is for.
-        inputs: where its further inputs are.
+        rows: the rows that it changes.
+        inputs: the points of its further inputs.
     """
 
     rows: RowChoice
@@ -54,13 +54,13 @@ class Made(NamedTuple):
 
 
 def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True) -> list[Made]:
-    """The programs that make a write; a later one stands in place of an earlier one at its rows.
+    """The programs that make a write. A later one overrides earlier ones at its rows.
 
     Args:
-        are_together: as of `trace.record.Model`.
+        are_together: as in `trace.record.Model`.
 
     Raises:
-        NotRowwise: it is not row-wise, or uses an operation that programs do not have.
+        NotRowwise: the write is not row-wise, or uses an operation that programs do not have.
     """
     if write.was.part is not None:
         raise NotRowwise(write.line, "it is about one of a layer's two streams")
@@ -70,14 +70,14 @@ def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lam
 
 
 class RowwiseReader:
-    """Follows what is computed from one value.
+    """Follows the values computed from one value.
 
     Args:
         was: the value.
         builder: of earlier programs at its site.
 
     Attributes:
-        line: of the value that was looked at last.
+        line: of the value that was read last.
         may_use: which other points of the same step its programs may read; none at first.
     """
 
@@ -94,12 +94,12 @@ class RowwiseReader:
         self._further: dict[Point, Any] = {}  # the further inputs, in the order in which the builder has made them
 
     def programs(self, now: Value) -> list[Made]:
-        """Those that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
+        """The programs that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
         with self._saying_why():
             return self._programs(now)
 
     def row_tensor(self, value: Value, chain: Chain = ()) -> RowTensor:
-        """A value, or a view of it, as a tensor. Raises NotRowwise."""
+        """A value, or a view of it, as a row tensor. Raises NotRowwise."""
         with self._saying_why():
             found = self._views(self.of(value), chain)[-1]
             if not isinstance(found, RowTensor):
@@ -114,14 +114,14 @@ class RowwiseReader:
             raise NotRowwise(self.line, str(error)) from None
         except RecursionError:
             raise NotRowwise(self._first_line, "it computes too much") from None
-        except Exception as error:  # the code may do anything to its tensors: what is not foreseen is no program
+        except Exception as error:  # the code may do anything to its tensors; an unforeseen case is not a program
             raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
 
     def _programs(self, now: Value) -> list[Made]:
         whole = self.of(now)
         if isinstance(whole, torch.Tensor):
             whole = self._operations.as_row_tensor(whole, self._was)
-        is_row = self._operations.count(whole) == 1  # then axes of size 1 in front may be counted in several ways
+        is_row = self._operations.count(whole) == 1  # axes of size 1 before a single row are ambiguous
         if whole.rows or (whole.lead and not is_row):
             raise NoProgram("it is not a value for each token")
         return [self._made(rows, tensor) for rows, tensor in (((), whole), *whole.parts)]
@@ -135,7 +135,7 @@ class RowwiseReader:
     # Values.
 
     def of(self, given: Any) -> Any:
-        """A `RowTensor`, a tensor of the code's own, or a plain argument. Raises NoProgram."""
+        """A `RowTensor`, one of the code's own tensors, or a plain argument. Raises NoProgram."""
         if isinstance(given, (tuple, list)):
             return tuple(map(self.of, given))
         if isinstance(given, torch.dtype):
@@ -163,7 +163,7 @@ class RowwiseReader:
         return self._call(value, args, kwargs)
 
     def _may_use(self, read: Value) -> bool:
-        """Whether another site's value can be an input: it is the value of each token, of the same step."""
+        """Whether another site's value can be an input: it has a value for each token of the same step."""
         is_site = isinstance(read.what, tuple) and read.what[0] in LAYER_SITES and read.part is None
         fits = (
             read.step == self._step
@@ -229,7 +229,7 @@ class RowwiseReader:
         return replace(whole, parts=(*(part for part in whole.parts if part[0] != rows), (rows, new)))
 
     def _views(self, base: Any, chain: Sequence[Any]) -> list[Any]:
-        """A tensor and, one after the other, views of it."""
+        """A tensor and its successive views."""
         views = [base]
         for what, args, kwargs, out in chain:
             packet, _, which = str(what).removeprefix("aten.").partition(".")
@@ -242,7 +242,7 @@ def _name_of(point: Any) -> str:
 
 
 def _are_apart(one: RowChoice, other: RowChoice) -> bool:
-    """Whether these are known to be different rows, whatever the prompt's length."""
+    """Whether these are different rows for every prompt length."""
     first, second = _listed(one), _listed(other)
     if first is None or second is None:
         return False
@@ -250,7 +250,7 @@ def _are_apart(one: RowChoice, other: RowChoice) -> bool:
 
 
 def _listed(rows: RowChoice) -> set[int] | None:
-    """The places that a choice names; None if it depends on the prompt's length."""
+    """The rows that a choice names; None if they depend on the prompt's length."""
     if len(rows) != 1:
         return None
     match rows[0]:
