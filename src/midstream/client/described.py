@@ -1,4 +1,4 @@
-"""A model in other processes, as its client sees it outside of traces: by the description that its workers give."""
+"""A model in other processes, as its client sees it outside of traces: by the description from its workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTENTS = ("parameters", "named_parameters", "state_dict", "weight", "bias")
 class ModuleHandle:
     """A module of the model outside of a trace: its children, its text, its weights. Inside a trace it is the module.
 
-    The contents of the module come from the engine, by a request of one token without the model's edits and its plan.
+    The module's weights come from the engine, by a request of one token without the model's edits and its plan.
     """
 
     def __init__(self, path: str, model: DescribedModel) -> None:
@@ -46,7 +46,7 @@ class ModuleHandle:
 
     @property
     def _below(self) -> list[str]:
-        """The paths, from here, of all modules in this one."""
+        """The paths of all modules in this one, relative to it."""
         start = f"{self._path}." if self._path else ""
         names = [path[len(start) :] for path in self._model.description["modules"] if path.startswith(start)]
         return [name for name in names if name]
@@ -81,7 +81,7 @@ class ModuleHandle:
         raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, known)}{hint}")
 
     def _named_modules(self) -> Iterator[tuple[str, ModuleHandle]]:
-        """This module and all in it, with their paths from here."""
+        """This module and all in it, with their paths relative to it."""
         yield "", self
         yield from ((name, self._child(name)) for name in self._below)
 
@@ -106,7 +106,7 @@ class ModuleHandle:
         return (lambda: iter(read().items())) if name == "named_parameters" else (lambda: iter(read().values()))
 
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
-        """What `read` returns in a trace."""
+        """The return value of `read` in a trace."""
         if self._model._is_async:
             raise TraceError(
                 f"With mode='async', read {self._path}.{name} in a trace: `await model.run(lambda m: m.{self._path}.{name}, prompt)`."
@@ -119,7 +119,7 @@ class ModuleHandle:
 
     @property
     def source(self) -> SourceText:
-        """The module's forward with the calls in it, which a trace can read and write: `print(model.model.layers[0].source)`."""
+        """The module's forward, with the calls that a trace can read and write: `print(model.model.layers[0].source)`."""
         return SourceText(f"{self._path}.source", *self._read("source", partial(_source, self._path)))
 
     def __getitem__(self, index: int | slice | str) -> Any:
@@ -152,11 +152,11 @@ class ModuleHandle:
 
 
 class SourceText:
-    """The text of a forward or of a function that it calls, with the names of the calls in it at their lines.
+    """The text of a forward or of a function that it calls, with the names of the calls at their lines.
 
     Args:
         path: of the source: `model.layers.3.mlp.source`.
-        inside: name of a call -> the text of its source and the names in it, or why it has none.
+        inside: name of a call -> the text of its source and the names in it, or the reason why it has none.
     """
 
     def __init__(self, path: str, text: str, names: Sequence[str], inside: Mapping[str, Any]) -> None:
@@ -232,13 +232,13 @@ class DescribedModel(TraceModel):
     """A model whose traces run in other processes, on copies of what they use."""
 
     _ships = True
-    _is_elsewhere = False  # whether on another machine
+    _is_elsewhere = False  # whether it runs on another machine
 
     def __midstream_reference__(self) -> Any:
         return ("model",)
 
     async def start(self) -> Self:
-        """Make the model ready, for `async with`."""
+        """Prepare the model for `async with`."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -250,12 +250,12 @@ class DescribedModel(TraceModel):
         self.close()
 
     def _code(self, invokes: Sequence[Invoke]) -> ShippedCode | None:
-        """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""
+        """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for a value that cannot be sent."""
         programs = self._programs(invokes)
         return ship(programs, self._is_elsewhere) if any(programs) else None
 
     def _programs(self, invokes: Sequence[Invoke]) -> list[list[TraceProgram]]:
-        """For each invoke the code of its edits, and then its own."""
+        """For each invoke the code of its edits, then its own."""
         edits = list(self.edits.values())
         return [
             [
@@ -279,13 +279,13 @@ class DescribedModel(TraceModel):
         return ModelFacts(described["num_layers"], widths, described["dtype"], described.get("stages", ()))
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
-        """What becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.
+        """Explain a trace's code line by line: what a plan does, what is captured, and what stays in the forward.
 
             print(model.explain(fn))        # fn(model) or fn(model, tracer), as for `run`
             with model.explain():           # prints it; the block is not run
                 model.layers_output[10] += v
 
-        Nothing is computed. The text does not take into account `n`, a plan beside the trace, or edits of the model.
+        Nothing is computed. The text ignores `n`, the plan of a trace, and edits of the model.
 
         Returns:
             The text, for a function. A notebook shows it without `print`.
@@ -296,7 +296,7 @@ class DescribedModel(TraceModel):
 
     @cached_property
     def _known(self) -> Model:
-        """What is known of the model before a trace runs."""
+        """The facts about the model that are known before a trace runs."""
         described = self.description
         bindings = {
             _point(text): Binding(path, kind, tuple(hidden), _tuple(residual), _tuple(heads), scale, in_place)
@@ -358,7 +358,7 @@ class DescribedModel(TraceModel):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several tensor-parallel ranks have parts of the weights."""
+        """Whether the weights are sharded over several tensor-parallel ranks."""
         return False
 
     def __repr__(self) -> str:
@@ -368,7 +368,7 @@ class DescribedModel(TraceModel):
 
 
 class Explanation(str):
-    """A text that a notebook shows as it is."""
+    """A text that a notebook shows unquoted."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -386,7 +386,7 @@ class ExplainContext(BlockContext):
         print(explained(BlockProgram(block, injected), self._model._known, is_streamed=self._model._is_async))
 
 
-# What a module of PyTorch's, and one of nnsight's, tell of the tree.
+# Methods of PyTorch's and nnsight's modules that describe the tree.
 _TREE: dict[str, Callable[[ModuleHandle], Any]] = {
     "named_modules": lambda handle: handle._named_modules,
     "modules": lambda handle: lambda: (module for _, module in handle._named_modules()),

@@ -1,4 +1,4 @@
-"""`with model.trace(...)`: takes the block, has the model run it, and binds the saved values in the caller's frame."""
+"""`with model.trace(...)`: takes the block, lets the model run it, and binds the saved values in the caller's frame."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _NOT_YET = (
 
 
 class _MisplacedError(TraceError):
-    """Something of an invoke's block stands above the invokes."""
+    """Code of an invoke's block is above the invokes."""
 
 
 class Backend(Protocol):
     """The model that a trace runs on.
 
     Attributes:
-        _is_async: whether the user awaits what `_finish` and `_run_with_bar` return.
-        _ships: whether traces run in another process, on copies of what they use.
-        _generation: as of `TraceModel`.
+        _is_async: whether the user awaits the results of `_finish` and `_run_with_bar`.
+        _ships: whether traces run in another process, on copies of their variables.
+        _generation: as in `TraceModel`.
     """
 
     _is_async: Any
@@ -73,7 +73,7 @@ class Backend(Protocol):
 
 
 class BlockContext:
-    """A with-statement whose block is captured as a program and not run in place."""
+    """A with-statement whose block is captured as a program, and does not run in place."""
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None
@@ -119,7 +119,9 @@ class BlockContext:
 
 
 class Session(BlockContext):
-    """`with model.session():`, a block with several traces, which runs in place. `.save()` around the traces gives the value itself."""
+    """`with model.session():`, a block with several traces, which runs in place. `.save()` outside of the traces returns the value
+    itself.
+    """
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         target = {block.target: self} if isinstance(block.target, str) else {}
@@ -173,7 +175,7 @@ class Tracer(BlockContext):
         self._edits = edits
         self._prompt = prompt
         self._params, self._max_tokens = params, max_tokens
-        sampling(params, max_tokens)  # raises for what is wrong with them
+        sampling(params, max_tokens)  # raises for an invalid parameter
         self._plan = Plan.of(plan)
         self._saved: dict[int, Any] = {}
         self._collecting = False
@@ -209,7 +211,7 @@ class Tracer(BlockContext):
 
         Args:
             prompt: as in `trace`. None runs the block on the whole batch, on `LanguageModel`.
-            plan, edits: for this request, in place of the trace's.
+            plan, edits: for this request, replacing the trace's.
             params: sampling parameters of this request; the trace's are the defaults.
         """
         if not self._collecting:
@@ -249,7 +251,7 @@ class Tracer(BlockContext):
         return self._block is not None and frame.f_code is self._block.code
 
     def program_of(self, block: Block) -> BlockProgram:
-        """The program of a block, with this tracer replaced by the one that bodies use."""
+        """The program of a block, with this tracer replaced by the tracer of bodies."""
         injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
         if self._prompt is not None and isinstance(block.target, str):
             injected[block.target] = BodyTracer()
@@ -308,9 +310,9 @@ class Tracer(BlockContext):
             yield _NOTHING_SAVED
 
     def _mutation_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
-        """A warning about the caller's objects that the trace wrote to without saving them.
+        """A warning about the caller's objects that the trace changed and did not save.
 
-        Objects made by the block around the invokes are shared by them.
+        The invokes share the objects made by the block around them, so these are exempt.
         """
         names = [name for name in _names(results, "mutated") if name.partition(".")[0] not in self._outer]
         if names := _last_parts(names):
@@ -344,7 +346,7 @@ class Tracer(BlockContext):
 
 
 def warn_of_functions(invokes: Sequence[Invoke], results: Sequence[InvokeResult]) -> None:
-    """Warn about the caller's objects that functions, such as those of `model.run`, wrote to without returning them."""
+    """Warn about the caller's objects that functions, such as those of `model.run`, changed and did not return."""
     by_function: dict[int, tuple[Any, list[InvokeResult]]] = {}
     for invoke, result in zip(invokes, results, strict=True):
         if isinstance(invoke.program, FunctionProgram):
@@ -357,12 +359,12 @@ def warn_of_functions(invokes: Sequence[Invoke], results: Sequence[InvokeResult]
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:
-    """`found` for `keep.found`."""
+    """The last parts of dotted names: `found` for `keep.found`."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _warn(place: tuple[str, int, dict[str, Any]], texts: Iterable[str]) -> None:
-    """Warn at a line of a file. Python shows a warning once for each line, which the module's globals note."""
+    """Warn at a line of a file. Python shows a warning once for each line, which it notes in the module's globals."""
     file, line, names = place
     for text in texts:
         warnings.warn_explicit(text, UserWarning, file, line, registry=names.setdefault("__warningregistry__", {}))
@@ -378,8 +380,8 @@ def saved_values(
 ) -> dict[str, Any]:
     """The values to bind in the caller's frame: a list, in the order of the invokes, for a name that several of them saved.
 
-    The caller's lists and dicts, those that invokes use by name and those `saved` in the block around them, keep their identity and get
-    the items that invokes put into them. In the engine, too, the invokes share them.
+    The caller's lists and dicts, both those that invokes use by name and those `saved` in the block around them, keep their identity and
+    receive the items that invokes put into them. The invokes also share them in the engine.
     """
     values = {name: value for name, value in outer.items() if id(value) in saved}
     above = dict(values)
@@ -390,7 +392,7 @@ def saved_values(
     )
     for number, (invoke, result) in order:
         for name in result.outcomes[0].values if result.outcomes else ():
-            # Not the outcomes of standing edits that failed.
+            # Leave out standing edits that failed.
             samples = [o for o in result.outcomes if o.failure is None or name in o.values]
             each = [outcome.values.get(name) for outcome in samples]
             there = _callers_object(invoke, name, above)
@@ -414,7 +416,7 @@ def saved_values(
 
 
 def _fill(there: Any, value: Any) -> bool:
-    """Copy the items of an engine's container to the caller's. False if the caller's object is no container of that kind."""
+    """Copy the items of an engine's container to the caller's. False if the caller's object is not the same kind of container."""
     if isinstance(there, list) and isinstance(value, list):
         there[:] = value
     elif isinstance(there, dict) and isinstance(value, dict):
@@ -429,7 +431,7 @@ def _fill(there: Any, value: Any) -> bool:
 
 
 def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
-    """Set the attribute of the caller's object that `name`, `owner.attribute`, refers to."""
+    """Set an attribute of the caller's object. `name` is `owner.attribute`."""
     owner, _, attribute = name.rpartition(".")
     held = None if invoke.block is None else invoke.block.outside.get(owner)
     if (own := attributes_of(held)) is not None:
@@ -437,7 +439,7 @@ def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
 
 
 def _callers_object(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
-    """The caller's object of a name that the invoke uses and does not bind, or the object saved in the block around the invokes."""
+    """The caller's object under a name that the invoke uses and does not bind, or the object saved in the block around the invokes."""
     block = invoke.block
     if block is not None and name not in block.assigned and name in (outside := block.outside):
         return outside[name]
