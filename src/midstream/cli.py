@@ -1,6 +1,6 @@
 """The program `midstream`.
 
-    midstream demo                # what `./demo` runs
+    midstream demo                # the same as `./demo`
     midstream compare --help      # vLLM against transformers, accessor by accessor
     midstream serve MODEL         # vLLM's OpenAI server, with plans in its requests
     midstream doctor              # whether midstream fits the installed vLLM, or sources of vLLM

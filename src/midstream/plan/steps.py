@@ -138,7 +138,7 @@ class Constant:
 
         The content of lazy copies is read only once while its constant is in use.
         """
-        from midstream.lazy import lazy_copy, unwritten
+        from midstream.tree import lazy_copy, unwritten
 
         place = unwritten(tensor)
         if place is None:

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from midstream.lazy import unwritten
 from midstream.sites import Point
-from midstream.tree import as_bits, is_raw, objects_in
+from midstream.tree import as_bits, is_raw, objects_in, unwritten
 
 Kind = Literal["read", "const", "call", "put", "module"]
 # One step from a tensor to a view of it: the operation, its further arguments, and which of its results.

@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midstream.lazy import lazy_copy, unwritten
 from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
-from midstream.tree import leaves, map_tensors, objects_in
+from midstream.tree import lazy_copy, leaves, map_tensors, objects_in, unwritten
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000

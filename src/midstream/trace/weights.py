@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from midstream.errors import TraceError
-from midstream.lazy import lazy_copy
-from midstream.tree import is_raw
+from midstream.tree import is_raw, lazy_copy
 
 LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
 _ALIGNMENT = 16  # bytes of the largest element of a tensor
