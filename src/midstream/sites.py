@@ -16,17 +16,7 @@ if TYPE_CHECKING:
     from midstream.tree import Ref
 
 # In the order of the forward pass.
-LAYER_SITES = (
-    "resid_pre",
-    "attn_in",
-    "attn_z",
-    "attn_out",
-    "resid_mid",
-    "mlp_in",
-    "mlp_act",
-    "mlp_out",
-    "resid_post",
-)
+LAYER_SITES = ("resid_pre", "attn_in", "attn_z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out", "resid_post")
 _PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:8])  # attention and MLP, which some models run side by side
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 
@@ -78,9 +68,8 @@ def hook_hint(name: str) -> str:
 
 Kind = Literal["input", "output"]
 Point = tuple[str, int]  # (site, layer)
-Key = tuple[
-    str, ...
-]  # a point of the forward: (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
+# A point of the forward: (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output").
+Key = tuple[str, ...]
 
 
 def point_name(key: Key) -> str:

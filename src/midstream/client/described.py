@@ -21,7 +21,7 @@ from midstream.requests.invokes import Invoke
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
-from midstream.trace.envoy import OF_NNSIGHT, lines_of, nearest, where_layers_are
+from midstream.trace.envoy import OF_NNSIGHT, by_path, lines_of, nearest, where_layers_are
 from midstream.trace.record import Model
 from midstream.trace.shipping import ShippedCode, ship
 from midstream.trace.tracer import BodyTracer
@@ -202,15 +202,15 @@ class CallText:
 
 
 def _parameter(path: str, name: str, model: Any) -> Any:
-    return getattr(_module(model, path), name).detach().clone()
+    return getattr(by_path(model, path), name).detach().clone()
 
 
 def _state(path: str, model: Any) -> Any:
-    return {name: value.detach().clone() for name, value in _module(model, path).state_dict().items()}
+    return {name: value.detach().clone() for name, value in by_path(model, path).state_dict().items()}
 
 
 def _source(path: str, model: Any) -> Any:
-    source = _module(model, path).source
+    source = by_path(model, path).source
     return str(source), dir(source), {name: _source_inside(getattr(source, name)) for name in dir(source)}
 
 
@@ -220,12 +220,6 @@ def _source_inside(call: Any) -> Any:
     except TraceError as error:
         return str(error)
     return str(inside), dir(inside)
-
-
-def _module(model: Any, path: str) -> Any:
-    for name in path.split("."):
-        model = model[int(name)] if name.isdigit() else getattr(model, name)
-    return model
 
 
 class DescribedModel(TraceModel):

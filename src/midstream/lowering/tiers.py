@@ -419,7 +419,7 @@ def _edits(
         if edit.is_of_generated:
             yield edit
             continue
-        alike = next((other for other in first if other == _in_prompt(edit)), None)
+        alike = next((other for other in first if other == changed(edit, phase="prefill")), None)
         if alike is not None:
             first.remove(alike)
             yield changed(edit, phase="both")
@@ -447,10 +447,6 @@ def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
                 raise _Stays(line, f"it makes one write in over {_MOST_NAMED} steps, and not in all")
             else:
                 yield from (changed(edit, positions=tuple(places)) for edit in edits_there)
-
-
-def _in_prompt(edit: Edit) -> Edit:
-    return changed(edit, phase="prefill")
 
 
 def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, model: Model) -> list[Edit]:

@@ -22,7 +22,7 @@ from midstream.plan.rowwise import (
     on_device,
     overload,
 )
-from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, RowCount, Step
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Ref, RowCount, Step
 from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
@@ -203,13 +203,13 @@ class PackedResult:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def checked(program: Parts) -> Checked:
-    """Check a program. Raises PlanError as `Program` does."""
+def checked(program: Any) -> Checked:
+    """Check a `Program`, whose module imports this one. Raises PlanError as the class does."""
     found = [_checked(program, rows) for rows in _CHECKED_ROWS]
     return found[0]
 
 
-def _checked(program: Parts, rows: int) -> Checked:
+def _checked(program: Any, rows: int) -> Checked:
     checker, widths = Checker(rows), (program.width, *program.inputs)
     given = [checker.input(width, program.dtype) for width in widths]
     shaped = [checker.constant(each) for each in program.constants]

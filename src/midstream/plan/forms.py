@@ -13,7 +13,7 @@ from typing import Any
 
 from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import ELEMENTWISE, Shaped
-from midstream.plan.steps import Const, Parts, Ref, Step, written
+from midstream.plan.steps import Const, Ref, Step, written
 from midstream.plan.vectors import digest
 from midstream.tree import objects_in
 
@@ -36,8 +36,8 @@ class Form:
     slots: dict[tuple[int, int], Any]
 
 
-def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
-    """A program's form. `results`: of its steps."""
+def form_of(program: Any, results: Sequence[Shaped]) -> Form:
+    """The form of a `Program`, whose module imports this one. `results`: of its steps."""
     single = [bool(result.rows == 1) for result in results]
     uses: dict[int, list[tuple[int, int] | None]] = {}
     slots: dict[tuple[int, int], Any] = {}
@@ -78,7 +78,7 @@ def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:
     return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
 
 
-def _key(program: Parts, slots: dict[tuple[int, int], Any]) -> str:
+def _key(program: Any, slots: dict[tuple[int, int], Any]) -> str:
     def said(number: int, place: int, arg: Any) -> Any:
         slot = slots.get((number, place))
         if isinstance(slot, Const):

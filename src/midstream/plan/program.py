@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Parts, Ref, RowCount, Step, written
+from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Ref, RowCount, Step, written
 from midstream.plan.vectors import digest
 
 if TYPE_CHECKING:
@@ -46,16 +46,31 @@ _MAX_DEPTH = 3  # of lists in arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program(Parts):
+class Program:
     """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
 
     Its result is a step's result, with which `Apply` replaces the value; or a tuple of the results of one or several steps, of any shapes,
     which `Capture` keeps: each row has its part of each result, packed one after the other (see `running.unpacked`).
 
+    Attributes:
+        width: of the rows that it takes and returns; heads are side by side.
+        dtype: of its input and its arithmetic.
+        steps: in their order.
+        result: the resulting step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
+        constants: that its steps use.
+        inputs: the widths of further inputs: values of other sites, row by row.
+
     Raises:
         PlanError: an operation is not in the table, mixes rows or gets wrong arguments; the program is too large; its result has another
             shape. The message names the operation, and its line if that is known.
     """
+
+    width: int
+    dtype: str
+    steps: tuple[Step, ...]
+    result: Ref | tuple[Ref, ...]
+    constants: tuple[Constant, ...] = ()
+    inputs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         fields.integer("Program.width", self.width, 1, MAX_WIDTH)

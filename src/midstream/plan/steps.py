@@ -184,27 +184,6 @@ class Constant:
 _of_lazy: WeakValueDictionary[Any, Constant] = WeakValueDictionary()  # by the content's address and layout
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Parts:
-    """The contents of a program.
-
-    Attributes:
-        width: of the rows that it takes and returns; heads are side by side.
-        dtype: of its input and its arithmetic.
-        steps: in their order.
-        result: the resulting step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
-        constants: that its steps use.
-        inputs: the widths of further inputs: values of other sites, row by row.
-    """
-
-    width: int
-    dtype: str
-    steps: tuple[Step, ...]
-    result: Ref | tuple[Ref, ...]
-    constants: tuple[Constant, ...] = ()
-    inputs: tuple[int, ...] = ()
-
-
 def written(arg: Any) -> Any:
     """An argument as plain data."""
     match arg:

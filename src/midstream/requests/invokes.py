@@ -166,13 +166,8 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
 # Sampling parameters.
 
 _ASK_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_HARMLESS = (
-    "scan",
-    "validate",
-    "return_dict",
-    "pad_token_id",
-)  # parameters of other libraries, which have no effect on values
-
+# Parameters of other libraries, which have no effect on values.
+_HARMLESS = ("scan", "validate", "return_dict", "pad_token_id")
 _TRANSFORMERS_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "num_return_sequences": "n"}
 # Parameters of transformers' generate -> how to write them here.
 _SPELLED = {

@@ -15,12 +15,8 @@ from midstream.errors import PlanError, PromptError
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 _NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
-_ENCODING = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-)  # what a tokenizer returns, a row for each prompt
+# The parts of a tokenizer's output, with a row for each prompt.
+_ENCODING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # Other keys of a dict: vLLM's, and a tokenizer's facts about the text, which have no effect on values.
 _OTHERS = (
     "prompt",

@@ -221,14 +221,8 @@ class Forward:
 # `.source`
 
 _DISPATCH, _ASSIGNED = "__midstream_call__", "__midstream_assigned__"
-_READ_THE_FRAME = (
-    "locals",
-    "globals",
-    "vars",
-    "dir",
-    "eval",
-    "exec",
-)  # builtins that only the forward itself may call
+# Builtins that only the forward itself may call, since they read its frame.
+_READ_THE_FRAME = ("locals", "globals", "vars", "dir", "eval", "exec")
 
 
 @dataclass(frozen=True)
@@ -362,7 +356,8 @@ def _parts(expression: ast.expr) -> list[str]:
 @functools.cache
 def forward_source(forward: FunctionType) -> ForwardSource:
     """Read and rewrite a forward, without its decorators. Raises SourceUnavailableError if it has no Python source."""
-    forward = _undecorated(forward)
+    while (variable := _decorated(forward)) is not None:
+        forward = closure_of(forward)[variable]
     text, function = _definition(forward)
     function.decorator_list = []
     dispatch = _Dispatch()
@@ -401,12 +396,6 @@ def _decorated(wrapper: Any) -> str | None:
     }
     held = [name for name, value in closure_of(wrapper).items() if name in called and isinstance(value, FunctionType)]
     return held[0] if len(held) == 1 and closure_of(wrapper)[held[0]] is not wrapper else None
-
-
-def _undecorated(function: Any) -> Any:
-    while (name := _decorated(function)) is not None:
-        function = closure_of(function)[name]
-    return function
 
 
 def _rewritten(function: FunctionType, source: ForwardSource, caller: Callable[..., Any]) -> FunctionType:

@@ -757,18 +757,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
 # The second guard: Python's audit events, raised by any caller. (The first guard is off after its first refusal, and does not see calls
 # from C code.)
 _GUARDED: ContextVar[tuple[Notes, list[Any]] | None] = ContextVar("midstream_guarded", default=None)
-_EVENTS = (
-    "open",
-    "os.",
-    "socket.",
-    "subprocess.",
-    "shutil.",
-    "tempfile.",
-    "ctypes.dlopen",
-    "urllib.",
-    "sqlite3.",
-    "_thread.",
-)
+_EVENTS = tuple("open os. socket. subprocess. shutil. tempfile. ctypes.dlopen urllib. sqlite3. _thread.".split())
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import functools
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -93,9 +94,11 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
         raise SourceUnavailableError(
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
+    instructions = chain.from_iterable(map(dis.get_instructions, codes_in(code)))
+    reads = frozenset(each.argval for each in instructions if each.opname in _GLOBAL_OPS)
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, tuple(statements))
+    return Compiled(code, target, reads - outer, read_first - outer, tuple(statements))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -181,11 +184,6 @@ def _marks(code: CodeType) -> set[tuple[type, object]]:
         marks.update((type(value), value) for value in part.co_consts if not isinstance(value, CodeType | None))
     # Leave out the qualified names of classes, and nan, which does not equal itself.
     return {(kind, value) for kind, value in marks if "__block__." not in str(value) and value == value}
-
-
-def _globals(code: CodeType) -> Iterator[str]:
-    for part in codes_in(code):
-        yield from (i.argval for i in dis.get_instructions(part) if i.opname in _GLOBAL_OPS)
 
 
 # Statements that a body may not have.

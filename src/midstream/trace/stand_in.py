@@ -348,10 +348,8 @@ class Notes:
             self.end(facts.refused)
         if len(facts.changes) > 1:
             self.end(f"{func} changes several tensors at once")
-        args, kwargs = (
-            _with_places(func, args, self),
-            {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")},
-        )
+        args = _with_places(func, args, self)
+        kwargs = {name: each for name, each in kwargs.items() if name not in ("device", "pin_memory")}
         if facts.may_raise and any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors):
             self.may_raise = self.may_raise or self.at()
         result = self._shaped(func, facts, args, kwargs, tensors)
@@ -360,32 +358,17 @@ class Notes:
         if facts.is_view:
             return self._viewed(func, args, kwargs, result)
         given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
-        line = self.at()
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        made = [
-            StandIn.of(
-                each,
-                StandInMemory(
-                    self.add(
-                        Value(
-                            "call",
-                            func,
-                            *given,
-                            None if results is not result else place,
-                            0,
-                            tuple(each.shape),
-                            each.dtype,
-                            line,
-                        )
-                    )
-                ),
-                is_on_cpu=all(t.is_on_cpu for t in tensors if isinstance(t, StandIn)),
-            )
-            if isinstance(each, torch.Tensor)
-            else each
-            for place, each in enumerate(results)
-        ]
-        return type(result)(made) if results is result else made[0]
+        line, is_on_cpu = self.at(), all(t.is_on_cpu for t in tensors if isinstance(t, StandIn))
+
+        def stand_in(meta: Any, out: int | None) -> Any:
+            if not isinstance(meta, torch.Tensor):
+                return meta
+            value = Value("call", func, *given, out, 0, tuple(meta.shape), meta.dtype, line)
+            return StandIn.of(meta, StandInMemory(self.add(value)), is_on_cpu=is_on_cpu)
+
+        if isinstance(result, (tuple, list)):
+            return type(result)([stand_in(each, place) for place, each in enumerate(result)])
+        return stand_in(result, None)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A conversion of the code's own tensor. A large tensor that has never been written to is converted once for all recordings."""

@@ -392,7 +392,8 @@ def _computed_again(part: Sequence[_CallersTensor]) -> dict[int, Any] | None:
     recorded = [each for each in part if not each.is_array and each.given.requires_grad]
     if not recorded:
         return None
-    root, *others = {id(root): root for root in (_root(each.given) for each in recorded)}.values()
+    views = (each.given for each in recorded)
+    root, *others = {id(base): base for base in (each if each._base is None else each._base for each in views)}.values()
     own = {each.number: each.given for each in part}
     is_given = root.is_leaf or any(each.given.is_leaf for each in recorded)
     if is_given or others or any(each.given.dtype != root.dtype for each in recorded):
@@ -413,11 +414,6 @@ def _computed_again(part: Sequence[_CallersTensor]) -> dict[int, Any] | None:
         else:
             own[each.number] = each.layout._replace(owns=False).over(memory, offset)
     return own
-
-
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that it is a view of, or itself."""
-    return tensor if tensor._base is None else tensor._base
 
 
 # In the worker.
