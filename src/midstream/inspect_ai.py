@@ -106,9 +106,8 @@ class MidstreamAPI(OpenAICompatibleAPI):
 
     def handle_bad_request(self, ex: APIStatusError) -> ModelOutput | Exception:
         if str(ex.param).startswith(NAME) and isinstance(ex.body, dict):
-            raise PlanError(
-                f"{ex.param}: {ex.body.get('message')}"
-            ) from ex  # a returned error would show the whole request
+            # A returned error would show the whole request.
+            raise PlanError(f"{ex.param}: {ex.body.get('message')}") from ex
         return super().handle_bad_request(ex)
 
     async def _keep(self, entries: list[dict[str, Any]]) -> None:

@@ -141,9 +141,8 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A raw tensor's elements as flat uint8, row-major. A copy only if they are not contiguous."""
     bits = as_bits(tensor).contiguous()
-    return bits.as_strided((bits.numel(),), (1,)).view(
-        torch.uint8
-    )  # reshape would keep the odd stride of a single element
+    # Reshape would keep the odd stride of a single element.
+    return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:

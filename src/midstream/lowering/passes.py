@@ -248,9 +248,8 @@ class _LinearReader:
             return _Linear(new.change)
         if _has_rows_of_its_own(whole.change):
             raise _Unknown
-        if new.rows != rows and (
-            new.change.scale or new.change.outers
-        ):  # the rows that it reads differ from those that it writes
+        # The rows that it reads differ from those that it writes.
+        if new.rows != rows and (new.change.scale or new.change.outers):
             raise _Unknown
         return replace(whole, parts=(*whole.parts, (rows, new.change)))
 

@@ -465,9 +465,8 @@ class _Texts:
         if key not in self._known:
             attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
             for field, value in vars(edit).items():
-                if (
-                    isinstance(value, Named) and value.digest is None
-                ):  # its vector is unknown here, so the plan equals no other
+                # Its vector is unknown here, so the plan equals no other.
+                if isinstance(value, Named) and value.digest is None:
                     attributes[field] = Named(self._nonces[value.name])
             self._known[key] = digest(encoded(changed(edit, **attributes)).encode())
         return f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]

@@ -209,9 +209,8 @@ class ProgramBank:
                 args[0] = args[0] if meta.dtype == torch.bool else args[0].to(bank.dtype)
                 args[place] = each_R.to(args[0].dtype).reshape(-1, *[1] * (meta.ndim - 1))
                 continue
-            axes = (
-                each_R.shape[1:] if each_R.ndim <= meta.ndim else each_R.shape[2:]
-            )  # a first axis of 1 stands for the rows
+            # A first axis of 1 stands for the rows.
+            axes = each_R.shape[1:] if each_R.ndim <= meta.ndim else each_R.shape[2:]
             args[place] = each_R.reshape(-1, *[1] * (meta.ndim - 1 - len(axes)), *axes)
         name = step.op.partition(".")[0]
         function = getattr(torch.ops.aten, name) if any(bank.ndim == 1 for bank in own.values()) else overload(step.op)

@@ -236,12 +236,8 @@ def encoded(item: Intervention) -> str:
 
 
 def _encoded(field: str, value: Any) -> Any:
-    if value is None or type(value) in (
-        bool,
-        int,
-        float,
-        str,
-    ):  # the common case first, since a plan may have thousands of fields
+    # The common case first, since a plan may have thousands of fields.
+    if value is None or type(value) in (bool, int, float, str):
         return value
     match value:
         case Vector():

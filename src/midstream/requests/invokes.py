@@ -214,9 +214,8 @@ def sampling(
     Raises:
         ParameterError: a parameter of transformers' that has another name here.
     """
-    unset = {
-        name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None
-    }  # transformers treats None so
+    # transformers treats None as unset.
+    unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}
     unset |= {name for name in FORWARD_ARGUMENTS if not params.get(name)}
     given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
     if given.pop("remote", None):
@@ -456,14 +455,12 @@ class Planner:
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
-        sinks = tuple(
-            tuple(map(identity, capture.sinks)) for capture in plan.captures
-        )  # functions that are equal may still be different objects
+        # Functions that are equal may still be different objects.
+        sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
         programs = filter(None, (item.its_program for item in plan.interventions))
-        carried = sum(
-            program.nbytes for program in programs
-        )  # equal programs may differ in whether they carry their constants
+        # Equal programs may differ in whether they carry their constants.
+        carried = sum(program.nbytes for program in programs)
         known = (self._with_functions if has_functions else self._known).get(
             (without_destinations(plan), sinks, carried, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # shared by prompts of this length

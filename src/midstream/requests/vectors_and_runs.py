@@ -83,9 +83,8 @@ class Vectors(MutableMapping[str, Vector]):
 
     @property
     def widths(self) -> dict[str, int]:
-        return {
-            name: vector.width for name, vector in list(self._vectors.items())
-        }  # other threads may change them meanwhile
+        # Other threads may change them meanwhile.
+        return {name: vector.width for name, vector in list(self._vectors.items())}
 
     @property
     def digests(self) -> dict[str, str]:

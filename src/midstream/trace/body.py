@@ -209,9 +209,8 @@ class Body:
 
     def _give_control(self, switch: Callable[[Any], Any], with_what: Any) -> None:
         modes = Modes.now()
-        if (
-            self.started and modes.inference != self._around.inference
-        ):  # resumed outside of the forward in which it parked
+        # Resumed outside of the forward in which it parked.
+        if self.started and modes.inference != self._around.inference:
             with _in_modes(self._around):
                 return self._give_control(switch, with_what)
         self._resumer, self._around = getcurrent(), modes

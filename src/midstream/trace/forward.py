@@ -417,9 +417,8 @@ class SourceHooks:
         self._paths = {module: path for path, module in modules.items()}
         self._fire = fire
         self._handles: dict[str, hooks.Handle] = {}
-        self._opened: dict[
-            tuple[str, str], ForwardSource | None
-        ] = {}  # calls of functions whose own calls are reported
+        # Calls of functions whose own calls are reported.
+        self._opened: dict[tuple[str, str], ForwardSource | None] = {}
 
     def of(self, path: str) -> ForwardSource:
         return forward_source(type(self._modules[path]).forward)  # type: ignore[arg-type]

@@ -159,9 +159,8 @@ class Interleaver(Forward):
         for body in list(self.bodies.values()):
             if body.name in self.rows:
                 self._close(body)
-        while (
-            released := self._release_barriers()
-        ):  # the last body to arrive may have waited for another stage until now
+        # The last body to arrive may have waited for another stage until now.
+        while released := self._release_barriers():
             for body in released:
                 if body.name in self.rows:
                     self._close(body)

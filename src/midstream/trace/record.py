@@ -443,9 +443,8 @@ class _RecordedVisit:
         self._was: dict[Any, Value] = {}  # the values read: of a site, a stream, the logits or the samples
         self._now: dict[Any, torch.Tensor] = {}  # the tensors in their place now
         self._lines: dict[Any, int] = {}  # of assignments
-        self._converted: list[
-            tuple[torch.Tensor, Any]
-        ] = []  # values assigned as copies, with their states at that time
+        # Values assigned as copies, with their states at that time.
+        self._converted: list[tuple[torch.Tensor, Any]] = []
         self._followed: list[tuple[StandIn, StandIn, int]] = []  # a value, its saved copy, the copy's version
         self._streams: tuple[torch.Tensor, ...] | None = None
 

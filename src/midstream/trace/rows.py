@@ -19,9 +19,8 @@ from midstream.trace.parallel import ALONE, Peers
 from midstream.tree import Ref, follow, replaced
 
 RowSpan = tuple[int, int]  # rows [first, last) of the flat batch
-Written = Callable[
-    [Key, Binding, int, torch.Tensor], None
-]  # called with the point, the site, the first position and the value
+# Called with the point, the site, the first position and the value.
+Written = Callable[[Key, Binding, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)

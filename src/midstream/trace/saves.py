@@ -50,9 +50,8 @@ class Saves:
     """The values that one body has saved, by identity."""
 
     def __init__(self) -> None:
-        self._by_id: dict[
-            int, tuple[Any, Any, int | None]
-        ] = {}  # the value, the value that comes back for it, its version
+        # The value, the value that comes back for it, its version.
+        self._by_id: dict[int, tuple[Any, Any, int | None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_id)

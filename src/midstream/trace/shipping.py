@@ -304,10 +304,8 @@ def _by_value(modules: Callable[[], Iterable[ModuleType]]) -> Iterator[None]:
 
 
 _KNOWN_MODULES: dict[str, tuple[Any, bool]] = {}  # name -> the module, and whether it is the user's own
-_imported: tuple[list[Any], list[ModuleType]] = (
-    [],
-    [],
-)  # all modules at the last call of `_own_modules`, and the user's own among them
+# All modules at the last call of `_own_modules`, and the user's own among them.
+_imported: tuple[list[Any], list[ModuleType]] = ([], [])
 
 
 def _own_modules() -> list[ModuleType]:

@@ -378,10 +378,8 @@ class Notes:
             return func(*args, **kwargs)
         key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
         if key not in self.converted:
-            self.converted[key] = (
-                lazy_copy(tensor),
-                func(*args, **kwargs),
-            )  # the copy reserves the place for this content
+            # The copy reserves the place for this content.
+            self.converted[key] = (lazy_copy(tensor), func(*args, **kwargs))
         return lazy_copy(self.converted[key][1])
 
     def _valued(self, tree: Any) -> Any:
@@ -397,9 +395,8 @@ class Notes:
             if has_indices:
                 found = func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()})
                 return map_tensors(found, lambda _, tensor: tensor.to("meta"))
-            if (
-                facts.is_view or facts.changes
-            ):  # views share the memory of these very tensors, and the others change them
+            # Views share the memory of these very tensors, and the others change them.
+            if facts.is_view or facts.changes:
                 return func(*self._metas(args), **{name: self._metas(each) for name, each in kwargs.items()})
             given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
             return _made(_computed(func, *given, torch.get_default_dtype()))

@@ -61,9 +61,8 @@ class backward:
         self._loss = loss
         self._gradient = gradient
         self._rest = {"retain_graph": retain_graph, **rest}
-        self._read: list[
-            tuple[torch.Tensor, torch.Tensor, int]
-        ] = []  # tensor, its gradient, the gradient's version then
+        # Tensor, its gradient, the gradient's version then.
+        self._read: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._replaced: dict[int, Any] = {}  # id of a tensor -> the hook that replaces its gradient
 
     def __enter__(self) -> backward:
@@ -414,9 +413,8 @@ class BodyTracer:
             A saved cache, which fills up during the forward.
         """
         body = current_body()
-        torch.empty(0).to(
-            device, dtype
-        )  # an impossible device or dtype raises here, and not in the middle of the forward
+        # An impossible device or dtype raises here, and not in the middle of the forward.
+        torch.empty(0).to(device, dtype)
         forward = body.forward
         tree = forward.stage.modules
         aliases = forward.aliases.table(tree)
