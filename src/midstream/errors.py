@@ -1,4 +1,4 @@
-"""All of midstream's errors. Each message says what was given, and what to do about it."""
+"""All of midstream's errors. Each message says what was given, and how to correct it."""
 
 from __future__ import annotations
 

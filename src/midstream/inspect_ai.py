@@ -136,7 +136,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
     async def _download(self, handle: str | None) -> torch.Tensor:
         if handle is None:
             raise CaptureError(
-                "The captures of one request are more than the server keeps: capture less, or start it with a larger "
+                "The captures of one request exceed the server's limit: capture less, or start it with a larger "
                 "MIDSTREAM_CAPTURE_BYTES."
             )
         path = f"/{NAME}/captures/{handle}"
@@ -155,7 +155,7 @@ def field_of(given: Any) -> dict[str, Any]:
     try:
         data = json.loads(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError) as error:
-        message = f"The plan must be JSON, as inspect_ai tells models apart by it: give it as plan.to_json() ({error})."
+        message = f"The plan must be JSON, because inspect_ai distinguishes models by it: give it as plan.to_json() ({error})."
         raise PlanError(message) from error
     return (
         data if isinstance(data, dict) and "interventions" not in data else {"plan": data} if data is not None else {}

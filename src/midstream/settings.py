@@ -57,7 +57,7 @@ class Settings:
     def __post_init__(self) -> None:
         for site in self.graph_sites:
             if site not in BUILDABLE:
-                raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
+                raise UnknownSiteError(f"graph_sites has {site!r}; allowed: {', '.join(BUILDABLE)}.")
 
         if not 0 < self.trace_share <= 1:
             raise ValueError(f"trace_share is {self.trace_share!r}; it is above 0 and at most 1.")

@@ -21,7 +21,7 @@ from midstream.requests.invokes import Invoke
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
-from midstream.trace.envoy import OF_NNSIGHT, by_path, lines_of, nearest, where_layers_are
+from midstream.trace.envoy import OF_NNSIGHT, ModuleTree, by_path, lines_of, nearest, where_layers_are
 from midstream.trace.record import Model
 from midstream.trace.shipping import ShippedCode, ship
 from midstream.trace.tracer import BodyTracer
@@ -31,7 +31,7 @@ _VALUES = ("output", "input", "inputs")
 _CONTENTS = ("parameters", "named_parameters", "state_dict", "weight", "bias")
 
 
-class ModuleHandle:
+class ModuleHandle(ModuleTree):
     """A module of the model outside of a trace: its children, its text, its weights. Inside a trace it is the module.
 
     The module's weights come from the engine, by a request of one token without the model's edits and its plan.
@@ -122,22 +122,8 @@ class ModuleHandle:
         """The module's forward, with the calls that a trace can read and write: `print(model.model.layers[0].source)`."""
         return SourceText(f"{self._path}.source", *self._read("source", partial(_source, self._path)))
 
-    def __getitem__(self, index: int | slice | str) -> Any:
-        children = self._children
-        if isinstance(index, slice):
-            return [self._child(name) for name in children[index]]
-        if isinstance(index, str) or not -len(children) <= index < len(children):
-            raise UnknownModuleError(f"{self._path}[{index!r}]: {self._path} has {len(children)} modules.")
-        return self._child(children[index])
-
-    def __len__(self) -> int:
-        return len(self._children)
-
     def __bool__(self) -> bool:
         return True
-
-    def __iter__(self) -> Iterator[ModuleHandle]:
-        return map(self._child, self._children)
 
     def __repr__(self) -> str:
         described, size = self._model.description, len(self._path) + 1
@@ -223,7 +209,7 @@ def _source_inside(call: Any) -> Any:
 
 
 class DescribedModel(TraceModel):
-    """A model whose traces run in other processes, on copies of what they use."""
+    """A model whose traces run in other processes, on copies of their variables."""
 
     _ships = True
     _is_elsewhere = False  # whether it runs on another machine

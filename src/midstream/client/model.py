@@ -155,7 +155,7 @@ class TraceModel(Sizes):
     _is_async = False
     has_engine = True  # whether an engine schedules its requests
     _has_logprobs = True  # whether it takes logprobs=
-    _ships = False  # whether traces run in another process, on copies of what they use
+    _ships = False  # whether traces run in another process, on copies of their variables
 
     def close(self) -> None:
         """Close the model. Called at the end of `with model:`."""

@@ -163,12 +163,12 @@ class SavedRows:
         if len(sources) != 1:
             raise _NotFromRows
         (source,) = sources
-        if not isinstance(source.what, tuple) or source.part is not None or source.dtype != self._dtype:
+        if not isinstance(source.target, tuple) or source.part is not None or source.dtype != self._dtype:
             raise _NotFromRows
         if id(source) not in readers:
-            builder = self._builders.get(source.what)
+            builder = self._builders.get(source.target)
             readers[id(source)] = reader = RowwiseReader(source, value.line, builder)
-            self._builders[source.what] = reader.builder
+            self._builders[source.target] = reader.builder
         try:
             tensor = readers[id(source)].row_tensor(value, chain)
         except NotRowwise:
@@ -178,7 +178,7 @@ class SavedRows:
         if tensor.parts or result.shaped.rows != 1 or as_tensor != shape or result.dtype != dtype:
             raise _NotFromRows
         unshaped = readers[id(source)].unshaped(result)
-        return _Read(source.what, source.step, unshaped, result.shape, tensor.rows, tensor.lead)
+        return _Read(source.target, source.step, unshaped, result.shape, tensor.rows, tensor.lead)
 
     def _program(self, point: Point) -> Program | None:
         parts = self._parts[point]
@@ -216,8 +216,8 @@ class SavedRows:
             known = [part.ref for part in self._parts.get(read.point, ())] if read is not None else []
             if read is None or read.result.ref not in known:
                 raise CaptureError(
-                    "The request ended early, and the trace keeps other values with so few steps. Compute these from saved values when the "
-                    "trace is over, or let the request go on with ignore_eos=True."
+                    "The request ended early, and the trace saves other values with so few steps. Compute these from saved values after "
+                    "the trace, or let the request continue with ignore_eos=True."
                 )
             first, count = _stretch(read, prompt)
             first = prompt + read.step - 1 if read.step else first

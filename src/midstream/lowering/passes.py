@@ -119,12 +119,12 @@ class _LinearReader:
         if value is self._was:
             return _Linear(RowChange(1.0, (), None, 0.0))
         if value.kind == "const":
-            return value.what
+            return value.target
         if value.kind == "put":
             return self._put(value)
         if value.kind != "call":
             raise _Unknown
-        name = value.what._schema.name.removeprefix("aten::").strip("_")
+        name = value.target._schema.name.removeprefix("aten::").strip("_")
         rule = getattr(self, f"_{name}", None)
         if (
             rule is None
@@ -228,7 +228,7 @@ class _LinearReader:
         whole, new = self.of(value.args[0]), self.of(value.args[1])
         rows: RowChoice = ()
         shape = value.args[0].shape
-        for func, args, kwargs, _ in value.what:
+        for func, args, kwargs, _ in value.target:
             name = func._schema.name.removeprefix("aten::")
             if name in ("alias", "detach"):
                 continue

@@ -325,7 +325,7 @@ class RowOperations:
     def _chosen(self, tensor: RowTensor, chosen: Any) -> RowTensor:
         """Some rows of a tensor."""
         if tensor.lead or tensor.result.shaped.rows != 1:
-            raise NoProgram("it takes some tokens behind another axis")
+            raise NoProgram("it takes some tokens after another axis")
         return replace(tensor, rows=(*tensor.rows, chosen), lead=-1 if isinstance(chosen, int) else 0)
 
     # Indices.
@@ -407,9 +407,9 @@ class RowOperations:
         shape = sizes if tensor.lead < 0 else sizes[1:]
         return self.made(tensor, "full.default", ((RowCount(1), *shape), number), {"dtype": dtype})
 
-    def back(self, what: str, args: Sequence[Any], view: RowTensor, new: RowTensor) -> RowTensor:
+    def back(self, op: str, args: Sequence[Any], view: RowTensor, new: RowTensor) -> RowTensor:
         """`view` with `new` in a view of it, which is one operation away."""
-        packet = what.removeprefix("aten.").partition(".")[0]
+        packet = op.removeprefix("aten.").partition(".")[0]
         if packet in SAME:
             return new
         if packet in _VIEWS or packet in ("unsqueeze", "squeeze"):
@@ -485,7 +485,7 @@ def _moved(
     names = [each.name for each in schema]
     axis = next((name for name in ("dim", "dims") if name in names), None)
     if axis is None:
-        raise NoProgram(f"{op} of a single token, or of tokens behind another axis, is not known")
+        raise NoProgram(f"{op} of a single token, or of tokens after another axis, is not known")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rank, default = like.result.rank, schema[names.index(axis)]
     dims = given.get(axis, default.default_value if default.has_default_value() else None)
@@ -497,6 +497,6 @@ def _moved(
         raise NoProgram("it is about the axis of the tokens")
     takes_list = "List" in str(default.type)
     if not takes_list and len(moved) > 1:
-        raise NoProgram(f"{op} of a single token, or of tokens behind another axis, is not known")
+        raise NoProgram(f"{op} of a single token, or of tokens after another axis, is not known")
     given[axis] = tuple(moved) if takes_list else moved[0]
     return op, (), given

@@ -148,38 +148,40 @@ class RowwiseReader:
 
     def _read(self, value: Value) -> Any:
         if value.kind == "const":
-            return value.what
+            return value.target
         if value.kind == "read" and self._may_use(value):
             return self._input(value)
         if value.kind in ("read", "module"):
             self.line = value.line or self.line
-            used = f"calls {value.what}" if value.kind == "module" else f"uses {_name_of(value.what)}, too"
+            used = f"calls {value.target}" if value.kind == "module" else f"uses {_name_of(value.target)}, too"
             raise NoProgram(f"it {used}")
         args = tuple(map(self.of, value.args))
         kwargs = {name: self.of(each) for name, each in value.kwargs.items() if name not in _IGNORED}
         self.line = self._operations.line = value.line or self.line
         if value.kind == "put":
-            return self._put(args[0], args[1], value.what)
+            return self._put(args[0], args[1], value.target)
         return self._call(value, args, kwargs)
 
     def _may_use(self, read: Value) -> bool:
         """Whether another site's value can be an input: it has a value for each token of the same step."""
-        is_site = isinstance(read.what, tuple) and read.what[0] in LAYER_SITES and read.part is None
+        is_site = isinstance(read.target, tuple) and read.target[0] in LAYER_SITES and read.part is None
         fits = (
             read.step == self._step
             and read.shape[:1] == (self._rows,)
             and str(read.dtype) == f"torch.{self.builder.dtype}"
         )
-        return is_site and fits and self.may_use(read.what)
+        return is_site and fits and self.may_use(read.target)
 
     def _input(self, read: Value) -> RowTensor:
-        if read.what not in self._further:
-            self._further[read.what] = self.builder.further(math.prod(read.shape[1:]))
-        return self._operations.reshaped(RowTensor(self._further[read.what]), read.shape[1:])
+        if read.target not in self._further:
+            self._further[read.target] = self.builder.further(math.prod(read.shape[1:]))
+        return self._operations.reshaped(RowTensor(self._further[read.target]), read.shape[1:])
 
     def _call(self, value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        packet, _, which = str(value.what).removeprefix("aten.").partition(".")
-        changes = any(each.alias_info is not None and each.alias_info.is_write for each in value.what._schema.arguments)
+        packet, _, which = str(value.target).removeprefix("aten.").partition(".")
+        changes = any(
+            each.alias_info is not None and each.alias_info.is_write for each in value.target._schema.arguments
+        )
         if changes and value.out != 0:
             raise NoProgram(f"{packet} writes to out=")
         packet = packet.removesuffix("_") if changes else packet
@@ -218,11 +220,11 @@ class RowwiseReader:
         rows = views[-1].rows
         if whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views))):
             raise NoProgram("it changes a part of rows after it has replaced some of them")
-        for (what, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
+        for (op, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
             if new.rows != rows:
                 raise NoProgram("it writes numbers of other tokens")
             if seen.rows == view.rows:
-                new = replace(self._operations.back(str(what), args, view, new), rows=rows)
+                new = replace(self._operations.back(str(op), args, view, new), rows=rows)
         if rows == base.rows:
             return replace(new, lead=base.lead)
         new = replace(new, lead=-1 if isinstance(rows[-1], int) else 0)
@@ -231,8 +233,8 @@ class RowwiseReader:
     def _views(self, base: Any, chain: Sequence[Any]) -> list[Any]:
         """A tensor and its successive views."""
         views = [base]
-        for what, args, kwargs, out in chain:
-            packet, _, which = str(what).removeprefix("aten.").partition(".")
+        for op, args, kwargs, out in chain:
+            packet, _, which = str(op).removeprefix("aten.").partition(".")
             views.append(self._operations.result_of(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
         return views
 

@@ -479,16 +479,16 @@ def _placed(
     except IndexError:
         raise _Stays(write.line, "it is about a row that the prompt does not have") from None
     edits: list[Edit] = []
-    for place, (chosen, what, inputs) in enumerate(found):
+    for place, (chosen, change, inputs) in enumerate(found):
         mine = [row for row in rows_of(chosen, length) if rows[row] == place]
-        if not mine or (isinstance(what, RowChange) and what.is_nothing):
+        if not mine or (isinstance(change, RowChange) and change.is_nothing):
             continue
         places: list[dict[str, Any]] = [{"phase": phase}] if len(mine) == length else []
         places += [{"positions": tuple(mine)}] if phase == "prefill" else []
-        if isinstance(what, RowChange):
-            made = _said(_for_rows(what, rows_of(chosen, length), mine, phase), places, write)
+        if isinstance(change, RowChange):
+            made = _said(_for_rows(change, rows_of(chosen, length), mine, phase), places, write)
         else:
-            made = [Apply(write.point[0], layers=write.point[1], program=what, inputs=inputs, **places[0])]
+            made = [Apply(write.point[0], layers=write.point[1], program=change, inputs=inputs, **places[0])]
         if not made:
             return None
         edits += made
@@ -549,7 +549,9 @@ def _together(each: Sequence[Lowered]) -> Lowered:
     if len(set(written)) < len(written):
         return Lowered(notes=notes, reason="two of its bodies write to one site", recordings=recordings)
     if any(point in written for one in each for edit in one.edits for point in edit.further):
-        return Lowered(notes=notes, reason="one of its bodies may use what another writes", recordings=recordings)
+        return Lowered(
+            notes=notes, reason="one of its bodies may use a value that another writes", recordings=recordings
+        )
     reads: dict[Point, bool] = {}
     for one in each:
         for point, in_prompt in one.reads.items():

@@ -91,9 +91,9 @@ class Capture(Intervention):
                     "Capture.program", fields.shown(self.program), "a Program of one input, with a tuple of results"
                 )
             if sinks != (None,):
-                raise fields.refuse("Capture.to", fields.shown(self.to), "None beside a program")
+                raise fields.refuse("Capture.to", fields.shown(self.to), "None with a program")
             if self.dtype is not None:
-                raise fields.refuse("Capture.dtype", fields.shown(self.dtype), "None beside a program")
+                raise fields.refuse("Capture.dtype", fields.shown(self.dtype), "None with a program")
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else None
         self.settle(
             dtype=fields.one_of("Capture.dtype", dtype, FLOATS) if dtype is not None else None,

@@ -263,7 +263,7 @@ class _VectorBank:
 
     def op(self, edit: Edit) -> Op:
         """The op of an edit in normal form. Cached, since a plan may have the same one at many positions."""
-        key = (*edit.what(), edit.run_row()) if edit.reads_run else edit.what()
+        key = (*edit.effect(), edit.run_row()) if edit.reads_run else edit.effect()
         if key not in self._ops:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
             first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
@@ -461,7 +461,7 @@ class _Texts:
         self._nonces: dict[str, str] = defaultdict(lambda: secrets.token_hex(16))
 
     def of(self, edit: Edit) -> str:
-        key = edit.what()
+        key = edit.effect()
         if key not in self._known:
             attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
             for field, value in vars(edit).items():

@@ -130,32 +130,32 @@ class Program:
     def _check_argument(self, step: Step, number: int, arg: Any, count: list[int], depth: int = 0) -> None:
         """Raise PlanError for an argument whose kind `Step` does not list."""
         count[0] += 1
-        what = ""
+        problem = ""
         if isinstance(arg, Ref) and not -1 - len(self.inputs) <= arg.step < number:
             is_input = arg.step < 0
-            what = f"input {-1 - arg.step}" if is_input else f"step {arg.step}"
-            what += f" of {len(self.inputs)} further ones" if is_input else ", which is not an earlier one"
+            problem = f"input {-1 - arg.step}" if is_input else f"step {arg.step}"
+            problem += f" of {len(self.inputs)} further ones" if is_input else ", which is not an earlier one"
         elif isinstance(arg, Const) and not 0 <= arg.place < len(self.constants):
-            what = f"constant {arg.place} of {len(self.constants)}"
+            problem = f"constant {arg.place} of {len(self.constants)}"
         elif isinstance(arg, RowCount):
             fields.integer(f"{step.place}: a number of rows", arg.times, 1, MAX_WIDTH)
         elif isinstance(arg, DType):
             fields.one_of(f"{step.place}: a dtype", arg.name, list(SIZES))
         elif isinstance(arg, tuple):
             if depth == _MAX_DEPTH or count[0] + len(arg) > MAX_ARGUMENTS:
-                what = "lists that are too deep or too long"
+                problem = "lists that are too deep or too long"
             else:
                 for each in arg:
                     self._check_argument(step, number, each, count, depth + 1)
         elif type(arg) is float and math.isnan(arg):
-            what = "NaN"
+            problem = "NaN"
         elif type(arg) is int and not -(1 << 63) <= arg < 1 << 63:
-            what = "a number that is too large"
+            problem = "a number that is too large"
         elif not (arg is None or type(arg) in (bool, int, float, str) or isinstance(arg, (Ref, Const))):
-            what = fields.shown(arg)
-        if what:
+            problem = fields.shown(arg)
+        if problem:
             raise PlanError(
-                f"{step.place} has {what} as an argument; allowed: numbers, inputs, earlier results and constants."
+                f"{step.place} has {problem} as an argument; allowed: numbers, inputs, earlier results and constants."
             )
 
     @cached_property

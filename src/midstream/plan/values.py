@@ -412,7 +412,7 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
     """The message of a `NotFiniteError` for a request whose activations became infinite or NaN through its plan or its trace."""
     if broken.point is not None:
-        cause = "what the request writes there makes them so"
+        cause = "the request's edit there makes them so"
     else:
         places = dict.fromkeys(map(_shown_place, plan.edits))
         cause = f"its plan edits {', '.join(islice(places, 8))}{', ...' if len(places) > 8 else ''}"
@@ -503,7 +503,7 @@ def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, 
         return
     hint = fields.nearest(name, vectors)
     if name in runs and field in edit.run_operands:
-        hint = f"a recorded run is given itself: source=model.runs[{name!r}], or what model.record returned"
+        hint = f"pass the recorded run itself: source=model.runs[{name!r}], or the handle from model.record"
     raise PlanError(f"{edit.label(field)}: the engine has no vector {name!r}; {hint}", field=edit.label(field))
 
 

@@ -205,7 +205,7 @@ def _runs(table: Any) -> dict[str, RecordedRun]:
         with fields.errors_at(place):
             try:
                 read[key] = _made_run(run["name"], key, *lists)
-            except TypeError:  # not hashable, so not what a run has
+            except TypeError:  # not hashable, and so not a run's data; the constructor says why
                 read[key] = RecordedRun(run["name"], key, *lists)
     return read
 

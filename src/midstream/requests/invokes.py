@@ -175,7 +175,7 @@ _SPELLED = {
     "max_length": "give the number of generated tokens, max_tokens=.",
     "min_new_tokens": "on vLLM write min_tokens=.",
     "min_length": "on vLLM write min_tokens=, which counts generated tokens.",
-    "eos_token_id": "write stop_token_ids=[...], and ignore_eos=True to go on behind the model's own end.",
+    "eos_token_id": "write stop_token_ids=[...], and ignore_eos=True to continue after the model's own end.",
     "num_beams": "midstream has no beam search.",
 }
 

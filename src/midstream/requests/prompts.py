@@ -68,7 +68,7 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
     if unknown := [key for key, value in prompt.items() if value is not None and key not in known]:
         raise PromptError(
             f"The prompt has {', '.join(map(repr, unknown))}, which midstream does not use; allowed: {', '.join(known)}. On transformers "
-            "call the module itself in a trace for what needs them: `model.module(**inputs)`."
+            "call the module itself in a trace, with these inputs: `model.module(**inputs)`."
         )
 
 
@@ -215,7 +215,7 @@ def offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str,
             encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise PlanError(
-                "Span needs a tokenizer that tells offsets (a fast one); give positions as numbers."
+                "Span needs a tokenizer that returns offsets (a fast one); give positions as numbers."
             ) from error
         if list(encoded["input_ids"]) == list(ids):
             return text, [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]

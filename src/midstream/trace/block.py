@@ -126,7 +126,7 @@ class _Borrowing(dict[str, Any]):
             value = self._lent(name)
         if value is _UNBOUND:
             raise NameError(
-                f"name {name!r} is bound by another invoke of this trace, which has not come to that line. Make the "
+                f"name {name!r} is bound by another invoke of this trace, which has not reached that line. Make the "
                 "two meet: `barrier = tracer.barrier(2)` before them, then `barrier()` in one after it binds the name "
                 "and in the other before it reads it.",
                 name=name,
@@ -212,7 +212,7 @@ def with_saves(function: FunctionType) -> FunctionType:
 
 
 def _save(value: Any) -> Any:
-    from midstream.trace.tracer import save  # it imports what lies above this file
+    from midstream.trace.tracer import save  # a circular import at the top
 
     return save(value)
 

@@ -11,7 +11,7 @@ import difflib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -214,7 +214,34 @@ OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Envoy(CallPoints):
+class ModuleTree:
+    """A module's children as items."""
+
+    _path: str
+
+    @property
+    def _children(self) -> list[str]:
+        raise NotImplementedError
+
+    def _child(self, name: str) -> Self:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int | slice | str) -> Any:
+        children = self._children
+        if isinstance(index, slice):
+            return [self._child(name) for name in children[index]]
+        if isinstance(index, str) or not -len(children) <= index < len(children):
+            raise UnknownModuleError(f"{self._path}[{index!r}]: {self._path} has {len(children)} modules.")
+        return self._child(children[index])
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __iter__(self) -> Iterator[Self]:
+        return map(self._child, self._children)
+
+
+class Envoy(CallPoints, ModuleTree):
     """One module of the running model. Its children are attributes or items, as on the module itself."""
 
     def __init__(self, module: nn.Module | None, path: str, forward: Forward) -> None:
@@ -303,21 +330,6 @@ class Envoy(CallPoints):
                 f"{self._path or 'the model'}.{name} cannot be written; write to its .output or .input."
             )
         super().__setattr__(name, value)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        children = self._children
-        if isinstance(index, slice):
-            return [self._child(name) for name in children[index]]
-        try:
-            return self._child(children[index])
-        except IndexError:
-            raise UnknownModuleError(f"{self._path}[{index}]: {self._path} has {len(children)} modules.") from None
-
-    def __len__(self) -> int:
-        return len(self._children)
-
-    def __iter__(self) -> Iterator[Envoy]:
-        return iter(self[:])
 
     def __repr__(self) -> str:
         shown = repr(self._module) if self._module is not None else self._class_name

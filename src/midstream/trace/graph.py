@@ -31,7 +31,7 @@ class Value:
     Attributes:
         kind: "read" is a site's value, "const" a tensor from outside of the recording, "call" the result of a PyTorch operation, "put" a
             tensor with other numbers in a view of it, and "module" the output of a module of the model.
-        what: a read's point, a const's tensor, a call's operation, a put's view, or a module's path.
+        target: a read's point, a const's tensor, a call's operation, a put's view, or a module's path.
         args, kwargs: of a call or module; a put has the tensor and the new numbers as its arguments.
         out: the index of the result, if a call has several; or the argument that the call changes in place, by place or name.
         step: the step in which it is computed.
@@ -41,7 +41,7 @@ class Value:
     """
 
     kind: Kind
-    what: Any
+    target: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     out: int | str | None = None
@@ -133,7 +133,7 @@ def _same_step(a: StepGraph, b: StepGraph, pairs: dict[int, Value]) -> bool:
 def _same_value(a: Value, b: Value, pairs: dict[int, Value], lengths: tuple[int, int]) -> bool:
     if (a.kind, a.out, a.dtype, a.part) != (b.kind, b.out, b.dtype, b.part):
         return False
-    if len(a.shape) != len(b.shape) or not _same(a.what, b.what, pairs, lengths):
+    if len(a.shape) != len(b.shape) or not _same(a.target, b.target, pairs, lengths):
         return False
     return _same((a.args, a.kwargs), (b.args, b.kwargs), pairs, lengths)
 
@@ -162,7 +162,7 @@ def _same(a: Any, b: Any, pairs: dict[int, Value], lengths: tuple[int, int]) -> 
     """Whether nested arguments are the same. Integers may be proportional to the prompt's length, as sizes are."""
     if isinstance(a, Value):
         return pairs.get(id(a)) is b or (
-            isinstance(b, Value) and a.kind == b.kind == "const" and (a is b or same_tensor(a.what, b.what))
+            isinstance(b, Value) and a.kind == b.kind == "const" and (a is b or same_tensor(a.target, b.target))
         )
     if isinstance(a, (tuple, list)):
         return (

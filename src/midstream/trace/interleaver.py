@@ -60,7 +60,9 @@ class Interleaver(Forward):
             elif key == STEP_START:
                 body.resume(False)
             elif key == BARRIER:
-                text = f"The request ended while this invoke waited at a barrier{of}: that many invokes have to come to it."
+                text = (
+                    f"The request ended while this invoke waited at a barrier{of}: that many invokes have to reach it."
+                )
                 body.resume(error=BarrierError(text))
             else:
                 text = f"{point_name(key)} of step {step} was never reached: the request ended after step {body.now}."

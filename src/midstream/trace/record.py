@@ -448,14 +448,14 @@ class _RecordedVisit:
         self._followed: list[tuple[StandIn, StandIn, int]] = []  # a value, its saved copy, the copy's version
         self._streams: tuple[torch.Tensor, ...] | None = None
 
-    def _read(self, what: Any, point: Point | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if what not in self._now:
+    def _read(self, slot: Any, point: Point | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if slot not in self._now:
             value = Value("read", point, shape=shape, dtype=dtype, line=self._notes.at())
-            value.part = what if isinstance(what, int) else None
-            self._now[what], self._was[what] = self._notes.new(value), value
+            value.part = slot if isinstance(slot, int) else None
+            self._now[slot], self._was[slot] = self._notes.new(value), value
             if isinstance(point, tuple):
                 self._notes.steps[-1].reads.setdefault(point, value.line)
-        return self._now[what]
+        return self._now[slot]
 
     def site(self, binding: Binding) -> torch.Tensor:
         self._settle()
@@ -520,13 +520,13 @@ class _RecordedVisit:
         self.first()
         self._replace(next(iter(self._now)), value)
 
-    def _replace(self, what: Any, value: Any) -> None:
-        current = self._now[what]
+    def _replace(self, slot: Any, value: Any) -> None:
+        current = self._now[slot]
         if value is current:
             return
         if not isinstance(value, torch.Tensor) or _shape(value) != _shape(current) or value.dtype != current.dtype:
             self._notes.end(f"a value of another structure, shape or dtype is written to {point_name(self.key)}")
-        self._put(what, value)
+        self._put(slot, value)
 
     def set_site(self, binding: Binding, value: Any, name: str) -> None:
         current = self.site(binding)
@@ -544,9 +544,9 @@ class _RecordedVisit:
             value = value.clone() if mine == theirs else value.clone().expand(theirs)
         self._put(binding, value)
 
-    def _put(self, what: Any, value: torch.Tensor) -> None:
+    def _put(self, slot: Any, value: torch.Tensor) -> None:
         self._followed.clear()
-        self._now[what], self._lines[what] = value, self._notes.at()
+        self._now[slot], self._lines[slot] = value, self._notes.at()
 
     def _state(self, value: torch.Tensor) -> Any:
         return value.memory.version if isinstance(value, StandIn) else self._notes.value_of(value)
@@ -569,16 +569,16 @@ class _RecordedVisit:
         notes = self._notes
         if any(self._state(value) is not state and self._state(value) != state for value, state in self._converted):
             notes.end(f"a value is changed after it was written to {point_name(self.key)} in another shape or dtype")
-        for what, was in self._was.items():
-            held = self._now[what]
+        for slot, was in self._was.items():
+            held = self._now[slot]
             now = notes.value_of(held)
             if now is was:
                 continue
             changed = held.memory.line if isinstance(held, StandIn) else 0
-            if isinstance(was.what, str):
-                notes.steps[-1].last.append(was.what)
+            if isinstance(was.target, str):
+                notes.steps[-1].last.append(was.target)
             else:
-                notes.steps[-1].writes.append(Write(was.what, was, now, changed or self._lines.get(what, was.line)))
+                notes.steps[-1].writes.append(Write(was.target, was, now, changed or self._lines.get(slot, was.line)))
 
 
 # The model.
@@ -706,7 +706,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
         """End the recording at an error, even if the code catches it: with the real numbers it might not occur."""
         if event == "exception" and not importing and not issubclass(error[0], (StopIteration, GeneratorExit, Ended)):
             sys.settrace(None)
-            notes.end(f"it raises {error[0].__name__}, and a number of the forward is known by its kind alone")
+            notes.end(f"it raises {error[0].__name__}, and the recording knows only the types of the forward's numbers")
         return catch
 
     def enter(frame: Any, event: str, _: Any) -> Any:

@@ -1,6 +1,6 @@
 """The values of a batch at one point of the forward, and which rows of them belong to a request.
 
-Legend of shape suffixes, here and in the files beside: T tokens of the whole batch, t tokens of this request, B batch, S padded sequence,
+Legend of shape suffixes in this folder: T tokens of the whole batch, t tokens of this request, B batch, S padded sequence,
 H hidden.
 """
 
@@ -288,7 +288,7 @@ class SharedSite:
     def edit(self, rows: FlatRows, value: torch.Tensor, written: Written | None) -> None:
         """Set a request's rows to `value`, which may be the view that `part` returned. `written` is called when they are written back."""
         if not _is_same_view(value, self.part(rows)):
-            self._replaced[rows.start, rows.stop] = private(value)  # the view keeps what the trace has read
+            self._replaced[rows.start, rows.stop] = private(value)  # the view keeps its content
         self._edited[rows.start, rows.stop] = (rows, written)
 
     def write_back(self) -> None:

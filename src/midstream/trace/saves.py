@@ -158,7 +158,7 @@ def _is_callers(kind: type) -> bool:
     module = kind.__module__
     if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
         return False
-    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # its class decides what is sent
+    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # its class controls its pickling
         return False
     if module == "__main__" or module not in sys.modules:  # sent by value by a process that has the module
         return True

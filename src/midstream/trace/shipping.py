@@ -93,7 +93,7 @@ _ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such 
 
 def _note_class_bodies(code: CodeType) -> dict[str, Any]:
     """Make cloudpickle send the globals that only a class body in the code uses. It looks for globals in functions alone."""
-    names: dict[str, Any] = _extract_code_globals(code)  # what it keeps for this code
+    names: dict[str, Any] = _extract_code_globals(code)  # cloudpickle's cached dict for this code
     for const in code.co_consts:
         if isinstance(const, CodeType):
             names.update(_note_class_bodies(const))

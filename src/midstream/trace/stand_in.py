@@ -267,7 +267,7 @@ class Notes:
         key = (_storage_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
         known = self._consts.get(key)
         is_lazy = own.nbytes >= _LARGE and not self.has_arrays  # an array's writes are not seen
-        if known is not None and known[0]._version == own._version and (is_lazy or same_numbers(known[1].what, own)):
+        if known is not None and known[0]._version == own._version and (is_lazy or same_numbers(known[1].target, own)):
             return known[1]
         value = Value("const", lazy_copy(own) if is_lazy else own.clone(), shape=tuple(own.shape), dtype=own.dtype)
         self._consts[key] = own, value

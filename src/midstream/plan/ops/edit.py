@@ -282,7 +282,7 @@ class Edit(Intervention):
         field = self.label("positions")
         positions = fields.positions(field, self.positions)
         if self.phase == "prefill":
-            given = f"{fields.shown(self.positions)} beside phase='prefill'"
+            given = f"{fields.shown(self.positions)} with phase='prefill'"
             raise fields.refuse(
                 field, given, 'positions of the prompt alone, or of generated tokens with phase="decode"'
             )
@@ -302,7 +302,7 @@ class Edit(Intervention):
         """Whether an operand is a recorded run."""
         return any([isinstance(getattr(self, field), RecordedRun) for field in self.run_operands])
 
-    def what(self) -> tuple[Any, ...]:
+    def effect(self) -> tuple[Any, ...]:
         """The edit's effect without its place, as a key. It has the ids of runs, which hash faster."""
         names = field_names(type(self))  # type: ignore[arg-type]
         values = [getattr(self, name) for name in names if name not in self.place_fields]
@@ -369,7 +369,7 @@ def register(cls: E) -> E:
     """Make an edit known by its kind, in this process. Raises ValueError if the kind is taken or is not a name."""
     kind, is_edit = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
     if not is_edit or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
-        raise ValueError(f"{cls.__name__} has to be a frozen dataclass, a subclass of Edit, with a kind and an order.")
+        raise ValueError(f"{cls.__name__} must be a frozen dataclass, a subclass of Edit, with a kind and an order.")
     if kind == "capture" or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
         taken = _registered[kind].__name__ if kind in _registered else "Capture"
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
