@@ -140,5 +140,4 @@ def names_alone(rename: Rename | None) -> dict[Any, Any]:
 
 
 def _above(path: str, levels: int) -> str:
-    """The path of the module `levels` above."""
     return ".".join(path.split(".")[: -levels or None])

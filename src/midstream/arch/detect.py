@@ -218,7 +218,6 @@ def _with_shards(arch: Architecture, shards: Shards) -> Architecture:
 
 
 def _widths_of(probe: Probe, bindings: Mapping[tuple[str, int | None], Binding]) -> dict[tuple[str, int | None], int]:
-    """How many elements one token has at each binding."""
     calls = {call.path: call for call in reversed(probe.calls)}
     found: dict[tuple[str, int | None], int] = {}
     for point, binding in bindings.items():

@@ -235,7 +235,6 @@ class DescribedModel(TraceModel):
         return ship(programs, self._is_elsewhere) if any(programs) else None
 
     def _programs(self, invokes: Sequence[Invoke]) -> list[list[TraceProgram]]:
-        """For each invoke the code of its edits, then its own."""
         edits = list(self.edits.values())
         return [
             [

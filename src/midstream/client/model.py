@@ -200,7 +200,6 @@ class TraceModel(Sizes):
         return Bar(self.progress if progress is None else progress, total, unit)
 
     def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> OutputStream:
-        """As `_run`, with a progress bar."""
         bar = self._bar(progress, len(invokes))
         stream = self._run(invokes, together, bar.update)
         stream.bar = bar
@@ -524,7 +523,6 @@ class TraceModel(Sizes):
     def _recording(
         self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
     ) -> Coroutine[Any, Any, RecordedRun]:
-        """Arguments and errors as in `recording_for`."""
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         name = self.runs.new_name() if name is None else fields.name("name", name)
         record = uuid.uuid4().hex, name, owner
@@ -607,7 +605,6 @@ class TraceModel(Sizes):
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
-        """The object that runs a sweep."""
         return Sweeping(self, clean, corrupt, answer, foil, asked, to)
 
     def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:

@@ -198,7 +198,6 @@ class Recorder:
         return None
 
     def _for_each(self, jobs: _Jobs) -> Recorded:
-        """Record each program for each length."""
         found, agree = self._twice(jobs, one_copy=True)
         if not agree and len(self.places) == 1:
             found, _ = self._twice(jobs, one_copy=False)

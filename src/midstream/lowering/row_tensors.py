@@ -323,7 +323,6 @@ class RowOperations:
         return self._chosen(tensor, chosen)
 
     def _chosen(self, tensor: RowTensor, chosen: Any) -> RowTensor:
-        """Some rows of a tensor."""
         if tensor.lead or tensor.result.shaped.rows != 1:
             raise NoProgram("it takes some tokens after another axis")
         return replace(tensor, rows=(*tensor.rows, chosen), lead=-1 if isinstance(chosen, int) else 0)
@@ -467,7 +466,6 @@ class RowOperations:
 
 
 def _results(tree: Any) -> Any:
-    """Arguments with results in place of row tensors."""
     if isinstance(tree, RowTensor):
         return tree.result
     return tuple(map(_results, tree)) if isinstance(tree, (tuple, list)) else tree

@@ -231,7 +231,6 @@ class RowwiseReader:
         return replace(whole, parts=(*(part for part in whole.parts if part[0] != rows), (rows, new)))
 
     def _views(self, base: Any, chain: Sequence[Any]) -> list[Any]:
-        """A tensor and its successive views."""
         views = [base]
         for op, args, kwargs, out in chain:
             packet, _, which = str(op).removeprefix("aten.").partition(".")

@@ -255,8 +255,6 @@ def lowered_requests(
 
 
 class _Code:
-    """The code of a call's requests, and the findings about it."""
-
     def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
         self._model, self._recorder = model, Recorder(programs, code, model)
         self._standing = [[program.is_standing for program in own] for own in programs]
@@ -538,7 +536,6 @@ def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
 
 
 def _together(each: Sequence[Lowered]) -> Lowered:
-    """The joint findings about the programs of one request."""
     notes = [note for one in each for note in one.notes]
     recordings = [recording for one in each for recording in one.recordings]
     if reason := next((one.reason for one in each if one.tier is Tier.FORWARD), None):

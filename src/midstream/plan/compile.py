@@ -305,8 +305,6 @@ class _VectorBank:
 
 
 class _Profiles:
-    """All profiles, each once."""
-
     def __init__(
         self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]
     ) -> None:
@@ -352,7 +350,6 @@ class _Profiles:
 
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
-    """By their places in the normal form."""
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
 
 

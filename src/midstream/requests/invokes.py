@@ -496,7 +496,6 @@ class Planner:
 
 
 def _bytes(prepared: PreparedPlan) -> int:
-    """About how many bytes the routes take."""
     ways = [selected for _, selected in prepared.routes]
     rows = {id(selection): selection.prompt.nbytes for way in ways for selection in way.values()}
     return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))

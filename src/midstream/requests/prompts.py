@@ -73,7 +73,6 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
 
 
 def _is_array(given: Any) -> bool:
-    """Whether it is a tensor or an array of numbers."""
     return hasattr(given, "dtype") and getattr(given.dtype, "kind", "i") in "iu"
 
 

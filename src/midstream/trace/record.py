@@ -418,7 +418,6 @@ class RecordedBody(Body):
 
 
 def _end(reason: str) -> NoReturn:
-    """End the recording of the running code."""
     body = current_body()
     assert isinstance(body, RecordedBody)
     body.notes.end(reason)

@@ -313,7 +313,6 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _runs(spans: dict[RowSpan, Any]) -> list[list[RowSpan]]:
-    """Spans grouped into runs of adjacent ones."""
     runs: list[list[RowSpan]] = []
     for span in sorted(spans):
         if runs and runs[-1][-1][1] == span[0]:

@@ -338,7 +338,6 @@ def _is_own(module: Any) -> bool:
 
 
 def _unsendable(program: TraceProgram) -> Iterator[str]:
-    """The names of captured values that cannot be pickled."""
     if not isinstance(program, BlockProgram):
         return
     for name, value in program.block.captured.items():
@@ -350,7 +349,6 @@ def _unsendable(program: TraceProgram) -> Iterator[str]:
 
 
 def _name_of(programs: Sequence[Sequence[TraceProgram]], value: Any) -> str | None:
-    """The name of an object among the variables of programs."""
     for program in chain.from_iterable(programs):
         for name, held in _variables(program).items():
             if held is value:
@@ -359,7 +357,6 @@ def _name_of(programs: Sequence[Sequence[TraceProgram]], value: Any) -> str | No
 
 
 def _variables(program: TraceProgram) -> Mapping[str, Any]:
-    """The variables from outside that a program uses, by name."""
     if isinstance(program, BlockProgram):
         return program.block.outside
     return program.outside if isinstance(program, FunctionProgram) else {}

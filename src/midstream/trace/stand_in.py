@@ -404,7 +404,6 @@ class Notes:
             self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _metas(self, tree: Any) -> Any:
-        """Arguments on the meta device."""
         if isinstance(tree, torch.Tensor):
             if self.is_unknown(tree):
                 return self._meta(tree)
@@ -466,7 +465,6 @@ class Notes:
         self.sizes.append("whole" if is_whole else "apart")
 
     def _viewed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """The views of its first argument that an operation returns."""
         source = args[0] if isinstance(args[0], StandIn) else self._as_stand_in(args[0])
         rest, named = _frozen(args[1:]), tuple((name, _frozen(each)) for name, each in kwargs.items())
 
@@ -522,7 +520,6 @@ def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> 
 
 
 def _made(tree: Any) -> Any:
-    """The results of `_computed` as tensors on the meta device."""
     if isinstance(tree, _Laid):
         return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device="meta")
     return type(tree)(map(_made, tree)) if isinstance(tree, (tuple, list)) else tree

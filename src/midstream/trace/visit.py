@@ -36,7 +36,6 @@ class Journal:
         self.fresh: list[_JournalEntry] = []  # edits whose values are still on the GPU
 
     def __iter__(self) -> Iterator[Key]:
-        """The edited points."""
         return iter(self._edits)
 
     def __bool__(self) -> bool:

@@ -47,7 +47,6 @@ class Apply(Edit):
         self.settle(inputs=self._points())
 
     def _points(self) -> tuple[Point, ...]:
-        """`inputs`, checked."""
         given, count = self.inputs, len(self.program.inputs)
         if not isinstance(given, (tuple, list)) or len(given) != count:
             raise fields.refuse(
