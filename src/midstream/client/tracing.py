@@ -6,18 +6,17 @@ import dis
 import sys
 import warnings
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sampling
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
-from midstream.requests.streams import OutputStream
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
@@ -48,28 +47,6 @@ _NOT_YET = (
 
 class _MisplacedError(TraceError):
     """Code of an invoke's block is above the invokes."""
-
-
-class Backend(Protocol):
-    """The model that a trace runs on.
-
-    Attributes:
-        _is_async: whether the user awaits the results of `_finish` and `_run_with_bar`.
-        _ships: whether traces run in another process, on copies of their variables.
-        _generation: as in `TraceModel`.
-    """
-
-    _is_async: Any
-    _ships: bool
-
-    @property
-    def _generation(self) -> Mapping[str, Any]: ...
-
-    def _run_with_bar(self, invokes: list[Invoke], together: bool, *, progress: bool | None) -> OutputStream: ...
-
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any: ...
-
-    def chosen_edits(self, edits: Any) -> Sequence[TraceProgram] | None: ...
 
 
 class BlockContext:
@@ -162,7 +139,7 @@ class Tracer(BlockContext):
 
     def __init__(
         self,
-        model: Backend,
+        model: Any,  # a `TraceModel`, whose module imports this one
         prompt: Prompt | Sequence[Prompt] | None,
         params: dict[str, Any],
         max_tokens: int = 1,
@@ -192,7 +169,7 @@ class Tracer(BlockContext):
     @property
     def result(self) -> Any:
         if not self.outputs:
-            raise TraceError("tracer.result is there once the trace has run.")
+            raise TraceError("tracer.result exists only after the trace has run.")
         if self._result is not None:
             return self._result
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs

@@ -60,7 +60,7 @@ def _weight_of(address: int, size: int, lead: int) -> Weight:
     weight = _by_place.get((address, size, lead))
     if weight is None or not _same_bytes(address, _address_of(weight.data) + lead, size):
         data = bytes(lead) + _bytes_at(address, size)
-        digest = hashlib.blake2b(data, digest_size=32).hexdigest()  # as of `plan.steps.Constant.held`
+        digest = hashlib.blake2b(data, digest_size=32).hexdigest()  # the same digest as `plan.steps.Constant.held`
         weight = _by_digest.setdefault(digest, Weight(data, digest))
         _by_place[address, size, lead] = weight
     return weight
