@@ -46,7 +46,7 @@ from midstream.settings import Settings, is_ours
 from midstream.sites import Point, point_name
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.remote import ALONE
+from midstream.trace.parallel import ALONE
 from midstream.transport.sender import Sender
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from midstream.arch import Architecture
 from midstream.runtime.tables import Tables
 from midstream.sites import LAYER_SITES, Binding, Key, Kind, Point
 from midstream.trace.body import is_in_body
-from midstream.trace.remote import ALONE, Peers
+from midstream.trace.parallel import ALONE, Peers
 from midstream.tree import Ref, follow, replaced
 
 _log = logging.getLogger(__name__)

@@ -33,8 +33,9 @@ from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
 from midstream.trace.body import Body, StopTrace
+from midstream.trace.code import TraceProgram
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import STOPPED, Outcome, Program, outcome, put_results
+from midstream.trace.outcome import STOPPED, Outcome, outcome, put_results
 from midstream.trace.rows import BatchRows
 
 _SAMPLING = set(
@@ -218,7 +219,7 @@ class PaddedBatch:
         self.requests, self.invokes = requests, invokes
         self.params = self._common_params([each.invoke for each in invokes])
         self.length = max(len(request.prompt) for request in requests)
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, TraceProgram] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.requests_of: dict[str, BatchInvoke] = {}  # by the name of a body
         self.bodies: dict[str, Body] = {}
@@ -235,7 +236,7 @@ class PaddedBatch:
             if each.invoke.program is not None:
                 self._add(f"{number}", each.invoke.program, each, model, shared)
 
-    def _add(self, name: str, program: Program, of: BatchInvoke, model: Any, shared: dict[str, Any]) -> None:
+    def _add(self, name: str, program: TraceProgram, of: BatchInvoke, model: Any, shared: dict[str, Any]) -> None:
         self.programs[name], self.requests_of[name] = program, of
         self.bodies[name] = Body(name, partial(program.run, model, shared), in_engine=False)
         self.interleaver.add(self.bodies[name])

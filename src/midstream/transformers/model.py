@@ -27,10 +27,11 @@ from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.trace.code import FunctionProgram
 from midstream.trace.envoy import CallPoints, ModelEnvoy, SitePerLayer
 from midstream.trace.envoy import Generator as Generation
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import FunctionProgram, copies
+from midstream.trace.shipping import copies
 from midstream.transformers.batch import BatchInvoke, BatchPlans, BatchRequest, PaddedBatch, RunningPlan
 
 
