@@ -587,7 +587,7 @@ class _WholeModel(Stage):
     """All modules of the model, as one stage."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
-        self.modules = dict(modules)
+        self.modules = modules
         self._children = {}
         for path in filter(None, modules):
             parent, _, name = path.rpartition(".")
