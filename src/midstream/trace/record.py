@@ -349,14 +349,13 @@ class RecordedBody(Body):
 
     def leave(self) -> None:
         """The code moves on to another point, so its writes at the last one are final."""
-        here, self._visit = self._visit, None
-        if here is not None:
-            here.close()
+        visit, self._visit = self._visit, None
+        if visit is not None:
+            visit.close()
 
     def at(self, key: Key) -> Any:
-        here = self._visit
-        if here is not None and here.key == key and not self.ended:
-            return here
+        if self._visit is not None and self._visit.key == key and not self.ended:
+            return self._visit
         if self.ended:
             raise never_reached(point_name(key), self.step)
         if key in LAST_POINTS:
