@@ -144,7 +144,7 @@ class TraceModel(Sizes):
     """
 
     edits: dict[str, StandingEdit]
-    _original: TraceModel | None = None  # of an edited view
+    _original: TraceModel | None = None  # the model of an edited view, which the view keeps alive
     model_name: str
     tokenizer: Any
     vectors: Vectors

@@ -98,9 +98,11 @@ class SavedRows:
     Attributes:
         programs: point -> the program whose results are captured there; None for the rows themselves.
         last: whether the last row of the prompt is enough.
+        traces: of requests with this recording, by the number of captured rows of the prompt.
     """
 
     def __init__(self, recording: Recording, dtype: torch.dtype) -> None:
+        self.traces: dict[int, ClientTrace] = {}
         self._dtype = dtype
         self._builders: dict[Point, Builder] = {}
         self._parts: dict[Point, list[StepResult]] = {}

@@ -175,22 +175,18 @@ class _LinearReader:
 
     def _copy(self, value: Value, target: Any, x: Any, *_: Any) -> Any:
         found = self.of(x)
-        if isinstance(found, torch.Tensor):
-            return self._to_rows(value, target, found)
-        return found
+        if not isinstance(found, torch.Tensor):
+            return found
+        there = self.of(target)
+        if not isinstance(there, _Linear):
+            raise _Unknown
+        return _Linear(_constant(found, self._width, value.shape[0] if len(value.shape) == 2 else 1), there.rows)
 
     def _fill(self, value: Value, target: Any, x: Any) -> Any:
         return self._copy(value, target, x)
 
     def _zero(self, value: Value, target: Any) -> Any:
         return self._copy(value, target, 0.0)
-
-    def _to_rows(self, value: Value, target: Any, numbers: torch.Tensor) -> _Linear:
-        there = self.of(target)
-        if not isinstance(there, _Linear):
-            raise _Unknown
-        rows = value.shape[0] if len(value.shape) == 2 else 1
-        return _Linear(_constant(numbers, self._width, rows), there.rows)
 
     # Some rows.
 

@@ -137,7 +137,12 @@ class Recorder:
         return found
 
     def _record(self, jobs: _Jobs) -> Recorded:
-        return self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
+        if (for_all := self._refused(jobs) or self._for_lengths(jobs)) is not None:
+            return for_all
+        found, agree = self._twice(jobs, one_copy=True)
+        if not agree and len(self.places) == 1:
+            found, _ = self._twice(jobs, one_copy=False)
+        return Recorded(found, jobs, None)
 
     def of(self, recorded: Recorded, place: Place, length: int, steps: int) -> Recording:
         """The recording for a request. With fewer steps than were recorded, the code may end differently."""
@@ -196,12 +201,6 @@ class Recorder:
                 return Recorded(found, {(place, short): most for place, most in steps.items()}, (short, long))
         self._depends_on_length = True
         return None
-
-    def _for_each(self, jobs: _Jobs) -> Recorded:
-        found, agree = self._twice(jobs, one_copy=True)
-        if not agree and len(self.places) == 1:
-            found, _ = self._twice(jobs, one_copy=False)
-        return Recorded(found, jobs, None)
 
     def _twice(self, jobs: _Jobs, one_copy: bool) -> tuple[dict[tuple[Place, int], Recording], bool]:
         """Record each program for each length. Also returns whether the two recordings of each agree."""

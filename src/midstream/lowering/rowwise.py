@@ -150,7 +150,9 @@ class RowwiseReader:
         if value.kind == "const":
             return value.target
         if value.kind == "read" and self._may_use(value):
-            return self._input(value)
+            if value.target not in self._further:
+                self._further[value.target] = self.builder.further(math.prod(value.shape[1:]))
+            return self._operations.reshaped(RowTensor(self._further[value.target]), value.shape[1:])
         if value.kind in ("read", "module"):
             self.line = value.line or self.line
             used = f"calls {value.target}" if value.kind == "module" else f"uses {_name_of(value.target)}, too"
@@ -171,11 +173,6 @@ class RowwiseReader:
             and str(read.dtype) == f"torch.{self.builder.dtype}"
         )
         return is_site and fits and self.may_use(read.target)
-
-    def _input(self, read: Value) -> RowTensor:
-        if read.target not in self._further:
-            self._further[read.target] = self.builder.further(math.prod(read.shape[1:]))
-        return self._operations.reshaped(RowTensor(self._further[read.target]), read.shape[1:])
 
     def _call(self, value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet, _, which = str(value.target).removeprefix("aten.").partition(".")

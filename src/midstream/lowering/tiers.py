@@ -66,7 +66,6 @@ class Lowered:
         reason: why it has to run in the forward; None if it need not.
         recordings: of its programs, its own last.
         again: records its own program with another number of steps.
-        traces: of its own program, by the number of captured rows of the prompt.
     """
 
     tier: Tier = Tier.FORWARD
@@ -77,7 +76,6 @@ class Lowered:
     reason: str | None = None
     recordings: Sequence[Recording] = field(default=(), repr=False)
     again: Callable[[int], Recording] | None = None
-    traces: dict[int, ClientTrace] = field(default_factory=dict, repr=False)
 
     @property
     def keeps_to_graphs(self) -> bool:
@@ -109,9 +107,10 @@ class Lowered:
         """Puts the captured rows into its saved values, for `Tier.CLIENT`. `length`: of the prompt."""
         assert self.again is not None and self.saved_rows is not None
         prompt = 1 if self.saved_rows.last else length
-        if prompt not in self.traces:
-            self.traces[prompt] = ClientTrace(self.recordings[-1], self.again, self.saved_rows, prompt)
-        return self.traces[prompt]
+        traces = self.saved_rows.traces
+        if prompt not in traces:
+            traces[prompt] = ClientTrace(self.recordings[-1], self.again, self.saved_rows, prompt)
+        return traces[prompt]
 
     def plan_for(self, tier: Tier) -> Plan:
         """The edits, and captures of the rows that the code needs. The code's own writes change its copies of the rows."""
@@ -280,14 +279,8 @@ class _Code:
             made = each[0] if len(each) == 1 else _together(each)
             if places:
                 made.again = partial(self._recorder.again, places[-1], recorded.length(length), recordings[-1])
-                made.traces = recorded.once(_no_traces, recordings[-1])
             recorded.keep(key, made)
         return recorded.lowered[key]
-
-
-def _no_traces(_: Recording) -> dict[int, ClientTrace]:
-    """What `Lowered.traces` is at first. All requests of a recording have the same one."""
-    return {}
 
 
 def _side_by_side(found: Sequence[Lowered], writes: bool) -> list[Lowered]:

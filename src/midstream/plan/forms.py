@@ -49,7 +49,7 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
                     step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
                 )
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
-            elif is_direct and place == 1 and _is_number(arg) and _takes_number(step, results):
+            elif is_direct and place == 1 and _takes_number(step, arg, results):
                 slots[number, place] = float(arg)
             for other in objects_in(arg, Const) if isinstance(arg, tuple) else ():
                 uses.setdefault(other.place, []).append(None)
@@ -65,15 +65,18 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
     return Form(_key(program, slots), slots)
 
 
-def _is_number(arg: Any) -> bool:
-    """Whether a bank of float32 can hold it."""
-    return type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
-
-
-def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:
-    """Whether each row may have its own number as a step's second argument. The first argument is floating then."""
-    first = step.args[0]
-    if step.op not in _WITH_NUMBER or step.kwargs or not isinstance(first, Ref) or first.out is not None:
+def _takes_number(step: Step, arg: Any, results: Sequence[Shaped]) -> bool:
+    """Whether each row may have its own number `arg`, in a bank of float32, as a step's second argument. The first argument is floating
+    then.
+    """
+    first, is_number = step.args[0], type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
+    if (
+        not is_number
+        or step.op not in _WITH_NUMBER
+        or step.kwargs
+        or not isinstance(first, Ref)
+        or first.out is not None
+    ):
         return False
     return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
 

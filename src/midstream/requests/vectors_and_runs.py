@@ -222,6 +222,10 @@ class Runs(Mapping[str, RecordedRun]):
 
     async def _forget(self, run: RecordedRun) -> None:
         self._leases.pop(run.id, None)  # the next request that needs it gets an error
+        await self._delete(run)
+
+    async def _delete(self, run: RecordedRun) -> None:
+        """Delete a run where it is stored. `Remote` overrides this."""
         await self._ask("delete", [run.id])
 
     def _there(self) -> dict[str, RecordedRun]:

@@ -1,4 +1,4 @@
-"""How a trace ended: its saved values, its error, and what goes into them once the request has an output."""
+"""How a trace ended: its saved values, in which the request's output replaces `tracer.result`, and its error."""
 
 from __future__ import annotations
 

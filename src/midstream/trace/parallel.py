@@ -90,6 +90,7 @@ class Stage:
 
     index = 0
     size = 1
+    modules: Mapping[str, str]
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = {path: type(module).__name__ for path, module in root.named_modules()}

@@ -349,14 +349,13 @@ class RecordedBody(Body):
 
     def leave(self) -> None:
         """The code moves on to another point, so its writes at the last one are final."""
-        here, self._visit = self._visit, None
-        if here is not None:
-            here.close()
+        visit, self._visit = self._visit, None
+        if visit is not None:
+            visit.close()
 
     def at(self, key: Key) -> Any:
-        here = self._visit
-        if here is not None and here.key == key and not self.ended:
-            return here
+        if self._visit is not None and self._visit.key == key and not self.ended:
+            return self._visit
         if self.ended:
             raise never_reached(point_name(key), self.step)
         if key in LAST_POINTS:
@@ -587,7 +586,7 @@ class _WholeModel(Stage):
     """All modules of the model, as one stage."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
-        self.modules = dict(modules)
+        self.modules = modules
         self._children = {}
         for path in filter(None, modules):
             parent, _, name = path.rpartition(".")

@@ -398,7 +398,7 @@ class _BoundNames:
                     self.read(item.context_expr)
                     self.bind(item.optional_vars)
                 after = self.branch(body)
-                if any(_is_invoke(item.context_expr) for item in items):
+                if any(getattr(getattr(item.context_expr, "func", None), "attr", "") == "invoke" for item in items):
                     self.sure = (
                         after  # or a notebook cell, run again, would give the first run's value to the next invoke
                     )
@@ -422,7 +422,3 @@ class _BoundNames:
                 self.bind(*(alias.asname or alias.name.split(".")[0] for alias in aliases))
             case _:
                 self.read(node)
-
-
-def _is_invoke(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "invoke"

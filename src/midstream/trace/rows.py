@@ -287,7 +287,8 @@ class SharedSite:
 
     def edit(self, rows: FlatRows, value: torch.Tensor, written: Written | None) -> None:
         """Set a request's rows to `value`, which may be the view that `part` returned. `written` is called when they are written back."""
-        if not _is_same_view(value, self.part(rows)):
+        part = self.part(rows)
+        if (value.data_ptr(), value.shape, value.stride()) != (part.data_ptr(), part.shape, part.stride()):
             self._replaced[rows.start, rows.stop] = private(value)  # the view keeps its content
         self._edited[rows.start, rows.stop] = (rows, written)
 
@@ -306,10 +307,6 @@ class SharedSite:
                     written(self._event.key, self._binding, own.first_position, part)
         self._edited.clear()
         self._replaced.clear()
-
-
-def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _runs(spans: dict[RowSpan, Any]) -> list[list[RowSpan]]:

@@ -1,6 +1,6 @@
 """Sends a trace's code to the engine, and copies it for this process.
 
-Code goes by value, except for the model's own objects, which the worker replaces by its own. Tensors and arrays go beside the code
+Code goes by value, except for the model's own objects, which the worker replaces by its own. Tensors and arrays are sent separately
 (`trace.weights`).
 """
 

@@ -1,4 +1,4 @@
-"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It travels beside the code, and large content is sent once.
+"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It is sent apart from the code, large content only once.
 
     weights = Weights()                       # client: the pickle of the code has numbers in place of tensors and arrays
     number = weights.take(sae.W_enc)
