@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import ranks
-from engines import ENGINE, RANKS, alive, start
+from engines import ENGINE, RANKS, STARTS, alive, start
 
 # Without a GPU the kernels' tests use Triton's interpreter, which has to be chosen before anybody imports Triton. The engines that the
 # tests start do not inherit the choice.
@@ -80,6 +80,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (why := ranks.why_not(item.nodeid)) is not None:
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of xdist's processes
+        output["starts"] = STARTS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    STARTS.extend(map(tuple, getattr(node, "workeroutput", {}).get("starts", [])))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if STARTS:
+        terminalreporter.section(f"{len(STARTS)} engine starts, {sum(seconds for seconds, _ in STARTS):.0f} s")
+        for seconds, what in sorted(STARTS, reverse=True):
+            terminalreporter.write_line(f"{seconds:.1f} s {what}")
 
 
 @pytest.hookimpl(optionalhook=True)

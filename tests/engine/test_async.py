@@ -1,6 +1,7 @@
 """`mode="async"`: rows A3, A4 and F1, and design section 6 (every invoke is submitted; saves stream with the outputs).
 
 One engine, and one event loop that all tests take turns on: an AsyncLLM belongs to the loop that it was first used in.
+Rows D4, D5, E4, F7, F9, H1, H7, I1, K6.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ async def a_clean_trace_runs(model: VLLM, plain: Plain) -> None:
 PAIR = (FRANCE, "The capital of Italy is", " Paris", " Rome")
 
 
-def test_h1_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
+def test_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
     async def swept() -> Any:
         result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
         cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
@@ -109,7 +110,7 @@ def test_h1_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Dri
     assert len(cells) == 40
 
 
-def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
+def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
     """Seen failing without `Sweeping._let_go`."""
 
     async def cancelled() -> Any:
@@ -129,7 +130,7 @@ def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) 
 # Every invoke is submitted (A4), and saves stream (F1).
 
 
-def test_a4_every_invoke_is_submitted_and_a_shared_list_is_merged(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_every_invoke_is_submitted_and_a_shared_list_is_merged(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(max_tokens=4, **GREEDY) as tracer:
             ids = list().save()
@@ -153,7 +154,7 @@ def test_a4_every_invoke_is_submitted_and_a_shared_list_is_merged(model: VLLM, d
     drive(main())
 
 
-def test_f1_saves_stream_with_the_outputs(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_saves_stream_with_the_outputs(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(FRANCE, max_tokens=16, **GREEDY) as tracer:
             hidden = model.layers_output[3].save()  # noqa: F841
@@ -210,9 +211,7 @@ def test_n_samples_stream_one_by_one_and_finish_together(model: VLLM, drive: Dri
     drive(main())
 
 
-def test_k6_a_selector_from_outside_chooses_rows_of_requests_side_by_side(
-    model: VLLM, drive: Drive, plain: Plain
-) -> None:
+def test_a_selector_from_outside_chooses_rows_of_requests_side_by_side(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def captures(prompt: str, count: int) -> tuple[list[int], torch.Tensor]:
         plan = Capture("resid_post", layers=3, positions=Around((1,), (0, 3)))
         output = await model.generate(prompt, plan=plan, max_tokens=count, **GREEDY)
@@ -259,7 +258,7 @@ def test_generate_is_awaited_or_iterated_over(model: VLLM, drive: Drive, plain: 
     drive(main())
 
 
-def test_f7_collect_is_awaited_and_runs_what_is_missing(
+def test_collect_is_awaited_and_runs_what_is_missing(
     model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts, plan = [[1, 5, 17], [1, 33, 60, 91], [1, 120]], Capture("resid_post", layers=3)
@@ -289,7 +288,7 @@ def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Pla
     drive(main())
 
 
-def test_f9_a_chat_is_a_prompt(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_a_chat_is_a_prompt(model: VLLM, drive: Drive, plain: Plain) -> None:
     """The demo model's chat template joins the messages' contents."""
     chat = [{"role": "user", "content": FRANCE}]
 
@@ -319,7 +318,7 @@ def test_f9_a_chat_is_a_prompt(model: VLLM, drive: Drive, plain: Plain) -> None:
 # Errors (A3).
 
 
-def test_a3_an_error_comes_after_the_outputs_of_the_others(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_an_error_comes_after_the_outputs_of_the_others(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(max_tokens=4, **GREEDY) as tracer:
             with tracer.invoke(FRANCE):
@@ -342,7 +341,7 @@ def test_a3_an_error_comes_after_the_outputs_of_the_others(model: VLLM, drive: D
     drive(main())
 
 
-def test_a3_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(max_tokens=2, **GREEDY) as tracer:
             with tracer.invoke(FRANCE):
@@ -465,7 +464,7 @@ def test_untraced_requests_beside_a_trace_are_unchanged(model: VLLM, drive: Driv
 
 
 @pytest.mark.parametrize("kind", ["FINAL_ONLY", "CUMULATIVE", "DELTA"])
-def test_e4_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain: Plain, kind: str) -> None:
+def test_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain: Plain, kind: str) -> None:
     """With DELTA vLLM hands on each token's log-probabilities once."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -489,9 +488,7 @@ async def written(directory: Path, seconds: float = 60.0) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_d4_rows_of_streaming_input_come_over_its_re_adds(
-    model: VLLM, drive: Drive, plain: Plain, tmp_path: Path
-) -> None:
+def test_rows_of_streaming_input_come_over_its_re_adds(model: VLLM, drive: Drive, plain: Plain, tmp_path: Path) -> None:
     """vLLM keeps the generated tokens that it has computed, and goes on with the next part of the prompt behind them."""
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
@@ -528,7 +525,7 @@ def test_d4_rows_of_streaming_input_come_over_its_re_adds(
 # The end. The last tests: they leave the engine closed.
 
 
-def test_d5_a_slow_function_holds_up_no_other_requests_rows(
+def test_a_slow_function_holds_up_no_other_requests_rows(
     model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing with four threads for all sinks: the rows of the other had come, and were said to be missing."""
@@ -555,7 +552,7 @@ def test_d5_a_slow_function_holds_up_no_other_requests_rows(
     close(open_captures(tmp_path)[output.request_id]["resid_post", 3], plain.run(EIFFEL).sites["resid_post", 3][-1:])
 
 
-def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(model: VLLM, drive: Drive) -> None:
+def test_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(model: VLLM, drive: Drive) -> None:
     """Saved values of a stream come with its outputs, so the engine runs the code. Seen failing with streams that are kept, too."""
 
     def every_step(model: Any, tracer: Any) -> Any:
@@ -577,7 +574,7 @@ def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(mod
     drive(check())
 
 
-def test_i1_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM, drive: Drive) -> None:
+def test_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM, drive: Drive) -> None:
     """Its code runs when the request has ended. Seen failing where the caller's own function runs, and not a copy of it."""
     layer = 1
 

@@ -1,4 +1,7 @@
-"""Traces that run behind the step (rows I1, I2, I4): the same tokens, values and errors as in the forward, and steps that nobody stops."""
+"""Traces that run behind the step (rows I1, I2, I4): the same tokens, values and errors as in the forward, and steps that nobody stops.
+
+Rows F1, F5.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def flat(value: Any) -> list[Any]:
     return [each for part in value for each in flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
-def test_i2_random_bodies_give_the_same_behind_the_step_and_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
+def test_random_bodies_give_the_same_behind_the_step_and_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
     """Seen failing where captures leave out what the body writes, and where the plan leaves out its edits."""
     stopped = 0
     for fn in bodies:
@@ -167,7 +170,7 @@ def run(model: Any, fn: Any) -> tuple[Any, list[Any]]:
     return value, [list(each.outputs[0].token_ids) for each in tracer.outputs]
 
 
-def test_i1_errors_are_those_of_the_forward(engine: VLLM) -> None:
+def test_errors_are_those_of_the_forward(engine: VLLM) -> None:
     def out_of_order(model: Any) -> Any:
         late = model.layers_output[4]
         return late, model.layers_output[1]
@@ -190,7 +193,7 @@ def test_i1_errors_are_those_of_the_forward(engine: VLLM) -> None:
     assert not any(alive(engine))
 
 
-def test_i1_rows_come_in_the_order_of_their_positions(engine: VLLM) -> None:
+def test_rows_come_in_the_order_of_their_positions(engine: VLLM) -> None:
     """A plan captures rows with the same edits together. Seen failing without their order."""
 
     def body(model: Any) -> Any:
@@ -206,7 +209,7 @@ def test_i1_rows_come_in_the_order_of_their_positions(engine: VLLM) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_i1_a_cache_of_modules_is_filled_behind_the_step(engine: VLLM) -> None:
+def test_a_cache_of_modules_is_filled_behind_the_step(engine: VLLM) -> None:
     """Its values are those after the trace's edits, in every step. Seen failing with captures of the prompt alone."""
 
     def caches(model: Any, tracer: Any) -> Any:
@@ -229,7 +232,7 @@ def test_i1_a_cache_of_modules_is_filled_behind_the_step(engine: VLLM) -> None:
     assert not any(alive(engine))
 
 
-def test_i1_a_reading_trace_does_not_stop_the_forward(engine: VLLM) -> None:
+def test_a_reading_trace_does_not_stop_the_forward(engine: VLLM) -> None:
     before = engine.gauges()[0]
     with engine.trace(PROMPTS[0], max_tokens=3, temperature=0.0):
         h = engine.layers_output[2].save()
@@ -240,7 +243,7 @@ def test_i1_a_reading_trace_does_not_stop_the_forward(engine: VLLM) -> None:
     assert after["traced_steps"] > before["traced_steps"] and after["planned_steps"] > before["planned_steps"]
 
 
-def test_i2_a_trace_that_a_plan_does_is_no_trace(engine: VLLM) -> None:
+def test_a_trace_that_a_plan_does_is_no_trace(engine: VLLM) -> None:
     """Its prompt may come from the prefix cache, and its steps repeat like those of a plan."""
     before = engine.gauges()[0]
     with engine.trace(PROMPTS[0], max_tokens=3, temperature=0.0) as tracer:
@@ -256,7 +259,7 @@ def test_i2_a_trace_that_a_plan_does_is_no_trace(engine: VLLM) -> None:
         layer + 1
 
 
-def test_f5_a_lowered_write_that_is_not_finite_ends_its_request_alone(engine: VLLM) -> None:
+def test_a_lowered_write_that_is_not_finite_ends_its_request_alone(engine: VLLM) -> None:
     plain = engine.generate(PROMPTS[1], max_tokens=3, temperature=0.0)[0].outputs[0].token_ids
     with pytest.raises(MidstreamError, match="resid_post of layer 2"), engine.trace(PROMPTS[0], max_tokens=3):
         engine.layers_output[2] += 3e38
@@ -265,14 +268,14 @@ def test_f5_a_lowered_write_that_is_not_finite_ends_its_request_alone(engine: VL
     assert not any(alive(engine))
 
 
-def test_f5_a_write_in_the_forward_that_is_not_finite_ends_its_request_whichever_stage_it_is_on(engine: VLLM) -> None:
+def test_a_write_in_the_forward_that_is_not_finite_ends_its_request_whichever_stage_it_is_on(engine: VLLM) -> None:
     for layer in (2, 6):
         with in_the_forward(), pytest.raises(MidstreamError, match="Not finite: "):
             engine.run(lambda m, layer=layer: m.steer(layer, torch.full((256,), 3e38), 3), PROMPTS[0])
     assert not any(alive(engine))
 
 
-def test_f1_a_standing_edit_runs_behind_the_step(engine: VLLM) -> None:
+def test_a_standing_edit_runs_behind_the_step(engine: VLLM) -> None:
     with engine.edit() as edited:
         engine.layers_output[3] += torch.ones(256)
     before = engine.gauges()[0]
@@ -283,7 +286,7 @@ def test_f1_a_standing_edit_runs_behind_the_step(engine: VLLM) -> None:
     assert after["traced_steps"] == before["traced_steps"]
 
 
-def test_i4_a_plan_beside_a_trace_joins_its_plan_if_they_do_not_meet(engine: VLLM) -> None:
+def test_a_plan_beside_a_trace_joins_its_plan_if_they_do_not_meet(engine: VLLM) -> None:
     """Seen failing without the plan's edits, and with `meets` always false."""
     steer, v = Steer("resid_post", layers=[2, -4], vector=torch.full((256,), 3.0)), torch.ones(256)
 
@@ -325,7 +328,7 @@ def test_a_trace_reads_a_site_after_the_edits_of_a_plan_beside_it(engine: VLLM) 
     assert engine.gauges()[0]["forward_traced_steps"] > before
 
 
-def test_i2_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.CaptureFixture[str]) -> None:
     def steers(model: Any) -> None:
         model.layers_output[2] += torch.ones(256)
 

@@ -1,7 +1,7 @@
 """vLLM against transformers on every architecture (rows A2, A10, B1 to B5, B7), in float32 on a CPU engine.
 
 Two prompts of different lengths share the batch. Reads and edits of every accessor are compared with `LanguageModel`;
-those of the residual stream and the logits with plain transformers and torch hooks too (`compare_runs.Plain`).
+those of the residual stream and the logits with plain transformers and torch hooks too (`compare_runs.Plain`). Row I1.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_every_cell_of_a_sweep_is_what_hooks_give(ran: dict[str, Any], name: str
 
 
 @each
-def test_i1_modules_whose_values_are_sites_run_behind_the_step(ran: dict[str, Any], name: str) -> None:
+def test_modules_whose_values_are_sites_run_behind_the_step(ran: dict[str, Any], name: str) -> None:
     """A module's input or output is read and written as in the forward, and the forward is not stopped."""
     assert bool(ran["modules"]) is not ran["root"].startswith("Transformers")  # whose modules' values have a batch axis
     for module, ((values, stopped), (expected, stops)) in ran["modules"].items():

@@ -1,6 +1,6 @@
 """Issue point 6: a compiling engine runs traced steps as compiled as the trace allows, and all other steps untouched.
 
-Issue 3, row D3: and planned steps at the sites that it was started with.
+Issue 3, row D3: and planned steps at the sites that it was started with. Rows I1, L5.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def edited(site: str, change: Any) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.parametrize("site", [*BUILDABLE, "mlp_in"])
-def test_l5_plans_at_all_sites_that_can_be_built_in_stay_compiled(chosen: VLLM, plain: Plain, site: str) -> None:
+def test_plans_at_all_sites_that_can_be_built_in_stay_compiled(chosen: VLLM, plain: Plain, site: str) -> None:
     """And those at another leave the compiled forward."""
     v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
     plan = [Steer(site, layers=3, vector=v), Capture(site, layers=[2, 3, 7], positions="all", when="after")]
@@ -173,7 +173,7 @@ def test_l5_plans_at_all_sites_that_can_be_built_in_stay_compiled(chosen: VLLM, 
         close(steered.captures[site, layer], sites[site, layer])
 
 
-def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen: VLLM, plain: Plain) -> None:
+def test_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen: VLLM, plain: Plain) -> None:
     run = chosen.record("The capital of Italy is", sites=BUILDABLE)
     assert set(run.sites) == set(BUILDABLE)
     patches = [Patch("mlp_out", layer=2, position=3, source=run), Patch("resid_post", layer=3, position=3, source=run)]
@@ -198,7 +198,7 @@ def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen
     chosen.runs.delete(run.name)
 
 
-def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_sites(chosen: VLLM, plain: Plain) -> None:
+def test_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_sites(chosen: VLLM, plain: Plain) -> None:
     model = chosen
 
     def zero_last(h: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
     close(value, 2 * plain.run(PROMPTS[0]).sites["mlp_out", 2])
 
 
-def test_i1_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, plain: Plain) -> None:
+def test_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, plain: Plain) -> None:
     v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
 
     def zero_last(h: torch.Tensor) -> torch.Tensor:
@@ -260,7 +260,7 @@ def test_i1_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, pla
     close(stream, expected["resid_post", 7])
 
 
-def test_l5_an_old_script_gets_a_warning_and_the_same_engine(plain: Plain) -> None:
+def test_an_old_script_gets_a_warning_and_the_same_engine(plain: Plain) -> None:
     with pytest.warns(DeprecationWarning, match="graph_sites has no effect"), start_here(graph_sites=()) as model:
         v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
         (output,), left = off_graph(

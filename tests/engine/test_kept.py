@@ -1,4 +1,7 @@
-"""Traces that only keep rows (rows I1, I2, I4): a plan captures the rows, and the code runs in the caller's process, to the same end."""
+"""Traces that only keep rows (rows I1, I2, I4): a plan captures the rows, and the code runs in the caller's process, to the same end.
+
+Rows L2, L3, L4.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def same(mine: Any, theirs: Any) -> bool:
     return bool(mine == theirs)
 
 
-def test_i1_random_bodies_that_keep_rows_give_the_same_as_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
+def test_random_bodies_that_keep_rows_give_the_same_as_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
     """Seen failing with rows one step late, and with the last row of the prompt where the whole prompt is kept."""
     for fn in bodies:
         with in_the_forward():
@@ -117,7 +120,7 @@ def test_i1_random_bodies_that_keep_rows_give_the_same_as_in_the_forward(engine:
     assert not any(alive(engine))
 
 
-def test_i1_rows_are_those_of_the_model(engine: VLLM, plain: Plain) -> None:
+def test_rows_are_those_of_the_model(engine: VLLM, plain: Plain) -> None:
     def every_step(model: Any, tracer: Any) -> Any:
         return [model.layers_output[6][-1] for _ in tracer.iter[:]]
 
@@ -129,7 +132,7 @@ def test_i1_rows_are_those_of_the_model(engine: VLLM, plain: Plain) -> None:
         torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_l4_what_is_computed_from_rows_is_that_of_the_model(engine: VLLM, plain: Plain) -> None:
+def test_what_is_computed_from_rows_is_that_of_the_model(engine: VLLM, plain: Plain) -> None:
     """Scores, norms and features of every step, of two layers, for many requests at once and with a probe of its own in each."""
     torch.manual_seed(4)
     encoder = torch.randn(256, 700)
@@ -164,7 +167,7 @@ def test_l4_what_is_computed_from_rows_is_that_of_the_model(engine: VLLM, plain:
     assert not any(alive(engine))
 
 
-def test_l4_a_request_that_stops_early_has_as_many_results_as_steps(engine: VLLM) -> None:
+def test_a_request_that_stops_early_has_as_many_results_as_steps(engine: VLLM) -> None:
     def norms(model: Any, tracer: Any) -> Any:
         return [model.layers_output[5][-1].norm() for _ in tracer.iter[:]]
 
@@ -178,7 +181,7 @@ def test_l4_a_request_that_stops_early_has_as_many_results_as_steps(engine: VLLM
     torch.testing.assert_close(torch.stack(found), torch.stack(whole)[: len(found)])
 
 
-def test_i1_a_block_binds_what_it_kept(engine: VLLM) -> None:
+def test_a_block_binds_what_it_kept(engine: VLLM) -> None:
     before = traced_steps(engine)
     with engine.trace(max_tokens=3, **GREEDY) as tracer:
         for prompt in PROMPTS[:2]:
@@ -197,7 +200,7 @@ def test_i1_a_block_binds_what_it_kept(engine: VLLM) -> None:
         unsaved + 1
 
 
-def test_i1_errors_of_code_that_keeps_rows_are_those_of_the_forward(engine: VLLM) -> None:
+def test_errors_of_code_that_keeps_rows_are_those_of_the_forward(engine: VLLM) -> None:
     """Seen failing without the check of the order, and where a step beyond the last one gave an empty tensor."""
 
     def late(model: Any) -> Any:
@@ -234,7 +237,7 @@ def test_i1_errors_of_code_that_keeps_rows_are_those_of_the_forward(engine: VLLM
     assert not any(alive(engine))
 
 
-def test_i4_what_is_kept_beside_a_plan_is_as_the_plan_leaves_it(engine: VLLM) -> None:
+def test_what_is_kept_beside_a_plan_is_as_the_plan_leaves_it(engine: VLLM) -> None:
     def every_step(model: Any, tracer: Any) -> Any:
         return [model.layers_output[5][-1] for _ in tracer.iter[:]]
 
@@ -250,7 +253,7 @@ def test_i4_what_is_kept_beside_a_plan_is_as_the_plan_leaves_it(engine: VLLM) ->
         assert (steps == 0) is is_kept and same(found, expected) and not same(found, run(None)[0])
 
 
-def test_i4_samples_and_stop_strings(engine: VLLM) -> None:
+def test_samples_and_stop_strings(engine: VLLM) -> None:
     """Several samples of a request are traced in the engine. A stop string ends the steps where it ends the request."""
 
     def every_step(model: Any, tracer: Any) -> Any:
@@ -265,7 +268,7 @@ def test_i4_samples_and_stop_strings(engine: VLLM) -> None:
     assert len(rows) == len(tracer.outputs[0].outputs[0].token_ids) > 1
 
 
-def test_i1_a_large_default_that_the_code_does_not_use_is_no_hindrance(engine: VLLM) -> None:
+def test_a_large_default_that_the_code_does_not_use_is_no_hindrance(engine: VLLM) -> None:
     """It would be sent apart from the code. Seen failing where such code is kept."""
 
     def last_row(model: Any, weight: torch.Tensor = torch.zeros(1 << 17)) -> Any:  # noqa: B008
@@ -309,7 +312,7 @@ def saves_a_list_and_a_row(engine: VLLM) -> Any:
 
 
 @pytest.mark.parametrize("block", [saves_rows, saves_one_of_a_list, saves_some_in_a_list, saves_a_list_and_a_row])
-def test_i1_a_block_brings_back_the_same_names(engine: VLLM, block: Any) -> None:
+def test_a_block_brings_back_the_same_names(engine: VLLM, block: Any) -> None:
     """Seen failing where a second save of a row left its name unsaved."""
     with in_the_forward():
         expected = block(engine).outputs[0].saves
@@ -326,7 +329,7 @@ def flat(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def test_i1_a_users_own_captures_leave_the_trace_in_the_engine(engine: VLLM) -> None:
+def test_a_users_own_captures_leave_the_trace_in_the_engine(engine: VLLM) -> None:
     before = traced_steps(engine)
     with engine.trace(PROMPTS[0], plan=Capture("resid_post", layers=1), **GREEDY) as tracer:
         h = engine.layers_output[2].save()
@@ -335,7 +338,7 @@ def test_i1_a_users_own_captures_leave_the_trace_in_the_engine(engine: VLLM) -> 
 
 
 @pytest.mark.parametrize("early", ["by its tokens", "by a stop token"])
-def test_l2_a_request_that_ends_before_its_trace_ends_as_in_the_forward(engine: VLLM, early: str) -> None:
+def test_a_request_that_ends_before_its_trace_ends_as_in_the_forward(engine: VLLM, early: str) -> None:
     """A plan makes all of its writes, and yet the code does not get to its last one."""
     v = torch.linspace(-1, 1, engine.hidden_size)
 
@@ -360,7 +363,7 @@ def test_l2_a_request_that_ends_before_its_trace_ends_as_in_the_forward(engine: 
 
 
 @pytest.mark.parametrize("steps", ["iter[2]", "iter[:3]", "iter[1:]", "iter[::2]", "every number"])
-def test_l3_writes_in_chosen_steps_need_no_code(engine: VLLM, steps: str) -> None:
+def test_writes_in_chosen_steps_need_no_code(engine: VLLM, steps: str) -> None:
     """Of a vector and of a program. The oracle is transformers with hooks."""
     v = torch.linspace(-4, 4, engine.hidden_size)
 

@@ -1,6 +1,6 @@
 """Plans at the client of a vLLM engine: carriers, checks before anything runs, runs, sinks, async (rows D1, D4, D5, D6, D8, E5, E11).
 
-What plans do to the model is in `test_plans.py`. Expected values come from plain transformers with torch hooks.
+What plans do to the model is in `test_plans.py`. Expected values come from plain transformers with torch hooks. Row P5.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ids_of(output: Any) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------- carriers
 
 
-def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
+def test_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
     """As they do on a plain `vllm.LLM`; here what is captured comes back on the output."""
 
     v = toward_rome(plain)
@@ -71,7 +71,7 @@ def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
         engine.generate(FRANCE, plan=plan, extra_args={"midstream": plan})
 
 
-def test_d1_other_extra_args_stay(engine: VLLM) -> None:
+def test_other_extra_args_stay(engine: VLLM) -> None:
     from midstream.requests.invokes import Invoke
 
     plan = Plan.of(Steer("resid_post", vector=vector()))
@@ -79,7 +79,7 @@ def test_d1_other_extra_args_stay(engine: VLLM) -> None:
     assert request.params.extra_args["mine"] == 1 and set(request.params.extra_args["midstream"]) >= {"plan"}
 
 
-def test_d4_samples_of_one_request_have_their_own_captures(engine: VLLM, plain: Plain) -> None:
+def test_samples_of_one_request_have_their_own_captures(engine: VLLM, plain: Plain) -> None:
     plan = Capture("resid_post", layers=[2, 7], positions="all")
     (output,) = engine.generate(FRANCE, plan=plan, n=3, max_tokens=5, temperature=1.5, seed=1, ignore_eos=True)
     assert len(output.captures) == 3 and len({tuple(s.token_ids) for s in output.outputs}) > 1
@@ -90,7 +90,7 @@ def test_d4_samples_of_one_request_have_their_own_captures(engine: VLLM, plain: 
             close(captures["resid_post", layer], sites["resid_post", layer])
 
 
-def test_d4_a_request_that_stops_early_has_no_row_past_its_end(engine: VLLM, plain: Plain) -> None:
+def test_a_request_that_stops_early_has_no_row_past_its_end(engine: VLLM, plain: Plain) -> None:
     """Async scheduling has run a step more by then."""
     stop = plain.generate(FRANCE, 3)[2]
     assert stop not in plain.generate(FRANCE, 2)[1:]
@@ -101,7 +101,7 @@ def test_d4_a_request_that_stops_early_has_no_row_past_its_end(engine: VLLM, pla
     assert output.captures.positions["resid_post", 3] == list(range(5 + len(ids) - 1))
 
 
-def test_d4_many_prompts_at_once(engine: VLLM, plain: Plain) -> None:
+def test_many_prompts_at_once(engine: VLLM, plain: Plain) -> None:
     """More than the engine runs at a time."""
     prompts = [[10 + i, *plain.ids(FRANCE)] for i in range(40)]
     capture = Capture("resid_post", layers=3, positions=-1, when="after")
@@ -130,21 +130,19 @@ def steps(engine: VLLM) -> int:
         ([[Steer("resid_post", vector=vector())]] * 3, "3 plans were given for 2 prompts"),
     ],
 )
-def test_d8_one_prompt_that_cannot_have_the_plan_keeps_all_from_being_sent(
-    engine: VLLM, plan: Any, message: str
-) -> None:
+def test_one_prompt_that_cannot_have_the_plan_keeps_all_from_being_sent(engine: VLLM, plan: Any, message: str) -> None:
     before = steps(engine)
     with pytest.raises(PlanError, match=message):
         engine.generate([EIFFEL, FRANCE], plan=plan, max_tokens=2)
     assert steps(engine) == before
 
 
-def test_d8_max_tokens_of_zero_is_said_to_be_too_few(engine: VLLM) -> None:
+def test_max_tokens_of_zero_is_said_to_be_too_few(engine: VLLM) -> None:
     with pytest.raises(PlanError, match="max_tokens is 0; a request with a plan needs at least 1"):
         engine.generate(FRANCE, plan=Capture("resid_post"), max_tokens=0)
 
 
-def test_e11_multimodal_prompts_are_refused(engine: VLLM) -> None:
+def test_multimodal_prompts_are_refused(engine: VLLM) -> None:
     prompt = {"prompt": FRANCE, "multi_modal_data": {"image": object()}}
     with pytest.raises(PlanError, match="multimodal"):
         engine.generate([prompt], plan=Patch("resid_post", layer=1, position=2, source="zeros"))
@@ -152,7 +150,7 @@ def test_e11_multimodal_prompts_are_refused(engine: VLLM) -> None:
         engine.generate([prompt])
 
 
-def test_d8_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine: VLLM, plain: Plain) -> None:
+def test_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine: VLLM, plain: Plain) -> None:
     """Somebody has taken the vector away behind the client's back."""
     engine.vectors["gone"] = vector()
     engine.generate(FRANCE, max_tokens=1)  # the workers get the vector
@@ -180,7 +178,7 @@ def test_d8_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine:
 # ------------------------------------------------------------------------------------------------- recorded runs (E5)
 
 
-def test_e5_runs_are_listed_and_held_while_requests_use_them(engine: VLLM, plain: Plain) -> None:
+def test_runs_are_listed_and_held_while_requests_use_them(engine: VLLM, plain: Plain) -> None:
     run = engine.record(ITALY, sites=["resid_post", "attn_z"], layers=[3, 4], name="italy")
     (info,) = engine.runs.listing()
     width = plain.run(ITALY).sites["attn_z", 3].flatten(1).shape[1]
@@ -203,7 +201,7 @@ def test_e5_runs_are_listed_and_held_while_requests_use_them(engine: VLLM, plain
     assert steps(engine) == before
 
 
-def test_e5_a_run_that_the_workers_dropped_is_an_error_before_the_run(engine: VLLM) -> None:
+def test_a_run_that_the_workers_dropped_is_an_error_before_the_run(engine: VLLM) -> None:
     """It was dropped for another one, and the client does not know yet."""
     run, other = engine.record(ITALY, sites="resid_post"), engine.record(FRANCE, sites="resid_post")
     engine.engine.collective_rpc("midstream_delete_runs", args=([run.id],))
@@ -216,14 +214,14 @@ def test_e5_a_run_that_the_workers_dropped_is_an_error_before_the_run(engine: VL
     engine.runs.delete(other.name)
 
 
-def test_e5_a_run_of_another_model_is_refused(engine: VLLM, hf: Any) -> None:
+def test_a_run_of_another_model_is_refused(engine: VLLM, hf: Any) -> None:
     run = hf.record(ITALY, sites="resid_post", name="theirs")
     with pytest.raises(PlanError, match="'theirs'"):
         engine.generate(FRANCE, plan=Patch("resid_post", layer=3, position=3, source=run), max_tokens=1)
     hf.runs.delete("theirs")
 
 
-def test_e5_a_run_that_does_not_fit_is_an_error() -> None:
+def test_a_run_that_does_not_fit_is_an_error() -> None:
     """And the older ones go, the least recently used first."""
     with start(enforce_eager=True, record_bytes=TWO_RUNS) as model:
         first, second = (model.record(prompt, sites="resid_post") for prompt in (FRANCE, ITALY))
@@ -240,7 +238,7 @@ def test_e5_a_run_that_does_not_fit_is_an_error() -> None:
 # ---------------------------------------------------------------------------------------------------------- sinks (D5)
 
 
-def test_d5_rows_reach_a_sink_while_the_engine_runs(engine: VLLM) -> None:
+def test_rows_reach_a_sink_while_the_engine_runs(engine: VLLM) -> None:
     """Those of the first prompts, long before the call returns with the last."""
     times: list[float] = []
     plan = Capture("resid_post", layers=2, positions="all_prompt", to=lambda *_: times.append(time.monotonic()))
@@ -251,9 +249,7 @@ def test_d5_rows_reach_a_sink_while_the_engine_runs(engine: VLLM) -> None:
     assert end - times[0] > 2 * (end - times[-1])
 
 
-def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
-    engine: VLLM, plain: Plain, monkeypatch: Any
-) -> None:
+def test_a_stalled_sink_fails_its_request_and_the_engine_goes_on(engine: VLLM, plain: Plain, monkeypatch: Any) -> None:
     from midstream.capture.sinks import Sinks
 
     free = threading.Event()
@@ -275,7 +271,7 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
     engine.sinks.close()
 
 
-def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM, monkeypatch: Any) -> None:
+def test_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM, monkeypatch: Any) -> None:
     """Seen failing with `paced=False` in `EngineConnection.mailboxes`: 56 of the 98 MB wait in the client."""
     from midstream.capture.sinks import Sinks
 
@@ -297,7 +293,7 @@ def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: V
     engine.sinks.close()
 
 
-def test_d5_an_unknown_consumer_is_said(engine: VLLM) -> None:
+def test_an_unknown_consumer_is_said(engine: VLLM) -> None:
     from midstream.plan.values import Consumer
 
     before = steps(engine)
@@ -306,7 +302,7 @@ def test_d5_an_unknown_consumer_is_said(engine: VLLM) -> None:
     assert steps(engine) == before
 
 
-def test_d6_the_models_own_plan_captures_every_request_into_one_directory(engine: VLLM, tmp_path: Path) -> None:
+def test_the_models_own_plan_captures_every_request_into_one_directory(engine: VLLM, tmp_path: Path) -> None:
     engine.plan = Capture("resid_post", layers=[1], positions="all", to=str(tmp_path / "all"))
     try:
         for prompts in ([FRANCE, EIFFEL], [ITALY]):
@@ -475,7 +471,7 @@ def in_rome(plain: Plain, count: int) -> list[int]:
     return plain.generate(FRANCE, count, {("resid_post", 3): after_rows([3], lambda h: source)})
 
 
-def test_e5_a_run_in_use_outlives_what_is_recorded_meanwhile(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_a_run_in_use_outlives_what_is_recorded_meanwhile(model: VLLM, drive: Drive, plain: Plain) -> None:
     """Seen failing where `RunStore.add` evicts the least recently used run whatever its leases."""
 
     async def main() -> None:
@@ -503,7 +499,7 @@ def test_e5_a_run_in_use_outlives_what_is_recorded_meanwhile(model: VLLM, drive:
     drive(main())
 
 
-def test_e5_the_run_of_a_request_that_waits_is_not_evicted(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_the_run_of_a_request_that_waits_is_not_evicted(model: VLLM, drive: Drive, plain: Plain) -> None:
     """The engine is full; what it takes up first ends as runs of their own, before the request begins.
 
     Seen failing without the lease at the submission, and where `RunStore.add` passes leases over.
@@ -535,7 +531,7 @@ def test_e5_the_run_of_a_request_that_waits_is_not_evicted(model: VLLM, drive: D
     drive(main())
 
 
-def test_e5_a_deleted_run_fails_the_requests_that_have_not_begun_and_no_other(
+def test_a_deleted_run_fails_the_requests_that_have_not_begun_and_no_other(
     model: VLLM, drive: Drive, plain: Plain
 ) -> None:
     """Seen failing where `raise_if_refused` raises nothing: the request has no tokens, and nobody hears why."""
@@ -662,7 +658,7 @@ def test_async_a_closed_engine_fails_what_waits(model: VLLM, drive: Drive) -> No
     assert not model.is_open
 
 
-def test_p5_an_output_has_its_prompts_text(engine: VLLM) -> None:
+def test_an_output_has_its_prompts_text(engine: VLLM) -> None:
     """As vLLM's own; of token ids there is none."""
     steer = [Steer("resid_post", layers=2, vector=torch.ones(256), scale=0.1)]
     ids = engine.tokenizer(FRANCE)["input_ids"]

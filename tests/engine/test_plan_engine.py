@@ -1,6 +1,6 @@
 """Plans in live engines, eager and compiled: every site, neighbours to the bit, what is left when plans go, prompts in chunks (D1 to D4).
 
-What is expected comes from plain transformers with torch hooks, and to the bit from the same batch without the plan.
+What is expected comes from plain transformers with torch hooks, and to the bit from the same batch without the plan. Row E1.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def counted(model: VLLM, name: str) -> int:
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_d1_d3_every_site_on_a_compiled_engine_and_its_neighbours(compiled: VLLM, plain: Plain, site: str) -> None:
+def test_every_site_on_a_compiled_engine_and_its_neighbours(compiled: VLLM, plain: Plain, site: str) -> None:
     """In the graphs or off them; the neighbour's greedy tokens are its own all the same."""
     width = plain.run(FRANCE).sites[site, 3].flatten(1).shape[1]
     v = vector(1, 6.0, width)
@@ -100,7 +100,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("norm_match", [False, True])
-def test_d1_steers_by_place_and_norm_in_the_compiled_forward(
+def test_steers_by_place_and_norm_in_the_compiled_forward(
     compiled: VLLM, plain: Plain, place: dict[str, Any], norm_match: bool
 ) -> None:
     a, b = vector(1), vector(2)
@@ -144,7 +144,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_d2_d3_neighbours_are_byte_identical_and_nothing_stays(either: VLLM, kind: str) -> None:
+def test_neighbours_are_byte_identical_and_nothing_stays(either: VLLM, kind: str) -> None:
     """Tokens and log-probabilities of the unplanned requests of a batch, and of the whole batch once the plan is gone."""
     prompts = [FRANCE, ITALY, EIFFEL, FRANCE]
     before = all_values(either.generate(prompts, max_tokens=6, **GREEDY))
@@ -158,7 +158,7 @@ def test_d2_d3_neighbours_are_byte_identical_and_nothing_stays(either: VLLM, kin
     assert all_values(either.generate(prompts, max_tokens=6, **GREEDY)) == before
 
 
-def test_d2_requests_that_come_and_go_beside_a_steered_one(either: VLLM) -> None:
+def test_requests_that_come_and_go_beside_a_steered_one(either: VLLM) -> None:
     """The rows of a batch move as its requests end; more requests than the engine takes at once."""
     prompts = [EIFFEL, FRANCE, ITALY] * 8
     plans = [[Steer("resid_post", layers=3, vector=vector(i, 400.0))] if i % 3 == 1 else None for i in range(24)]
@@ -170,7 +170,7 @@ def test_d2_requests_that_come_and_go_beside_a_steered_one(either: VLLM) -> None
     assert sum(planned[i] != before[i] for i in range(1, 24, 3)) >= 4
 
 
-def test_d3_a_plan_for_all_and_named_vectors_leave_nothing(either: VLLM) -> None:
+def test_a_plan_for_all_and_named_vectors_leave_nothing(either: VLLM) -> None:
     prompts = [FRANCE, EIFFEL]
     before = all_values(either.generate(prompts, max_tokens=6, **GREEDY))
     either.vectors["v"] = vector(4)
@@ -196,7 +196,7 @@ PLACES_IN_CHUNKS = [*PLACES[:3], {"positions": range(20, 120)}]
 
 
 @pytest.mark.parametrize("place", PLACES_IN_CHUNKS, ids=str)
-def test_d1_steers_reach_every_chunk_of_a_prompt(chunked: VLLM, plain: Plain, place: dict[str, Any]) -> None:
+def test_steers_reach_every_chunk_of_a_prompt(chunked: VLLM, plain: Plain, place: dict[str, Any]) -> None:
     v, prompt = vector(1), long_prompt(plain)
     plan = [
         Steer("resid_post", layers=[1, 4], vector=v, **place),
@@ -215,7 +215,7 @@ def test_d1_steers_reach_every_chunk_of_a_prompt(chunked: VLLM, plain: Plain, pl
     close(steered.captures["resid_post", 4], sites["resid_post", 4] - edit(torch.zeros(153, HIDDEN)))
 
 
-def test_e1_patches_on_both_sides_of_the_borders_of_chunks(chunked: VLLM, plain: Plain) -> None:
+def test_patches_on_both_sides_of_the_borders_of_chunks(chunked: VLLM, plain: Plain) -> None:
     """Two prompts of a batch: the second one's chunks begin wherever the first one leaves off."""
     prompt, v = long_prompt(plain), vector(2)
     positions = [0, 63, 64, 127, 128, 149]
@@ -246,7 +246,7 @@ def test_e1_patches_on_both_sides_of_the_borders_of_chunks(chunked: VLLM, plain:
         (Every(2), [150, 152]),
     ],
 )
-def test_d4_every_selector_over_chunks(chunked: VLLM, plain: Plain, positions: Any, rows: list[int]) -> None:
+def test_every_selector_over_chunks(chunked: VLLM, plain: Plain, positions: Any, rows: list[int]) -> None:
     prompt = long_prompt(plain)
     outputs = chunked.generate(
         [prompt[:70], prompt, prompt[:10]],
@@ -262,7 +262,7 @@ def test_d4_every_selector_over_chunks(chunked: VLLM, plain: Plain, positions: A
 # ----------------------------------------------------------------------------------------- what the protections are for
 
 
-def test_d2_the_protection_matters_profiles_on_the_wrong_rows_move_the_neighbours(
+def test_the_protection_matters_profiles_on_the_wrong_rows_move_the_neighbours(
     chunked: VLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are gated by the profiles that are laid out for each step; laid out for all rows alike, D2 fails."""

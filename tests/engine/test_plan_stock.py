@@ -1,7 +1,7 @@
 """Plans on stock engines: `vllm.LLM` and `AsyncLLM` started with midstream's engine arguments, and an engine without them (D1, D5, D6, D8).
 
 No wrapper: requests carry plans in `SamplingParams(extra_args={"midstream": plan})`, captured rows go to consumers in the worker. What is
-expected comes from plain transformers with torch hooks, and to the bit from the same batch without the plan.
+expected comes from plain transformers with torch hooks, and to the bit from the same batch without the plan. Rows D3, D4, E11.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def of_prompt(found: Store, ids: list[int]) -> StoredCapture:
     ],
     ids=["plan", "list", "tuple", "wire", "json", "enveloped"],
 )
-def test_d1_a_plan_in_extra_args_however_it_is_written(stock: Any, plain: Plain, carried: Callable[[Any], Any]) -> None:
+def test_a_plan_in_extra_args_however_it_is_written(stock: Any, plain: Plain, carried: Callable[[Any], Any]) -> None:
     v = vector(2)
     plan = [
         Steer("resid_post", layers=[2, 5], vector=v),
@@ -127,7 +127,7 @@ def test_d1_a_plan_in_extra_args_however_it_is_written(stock: Any, plain: Plain,
     assert tokens(plainly) == plain.generate(EIFFEL, 6)
 
 
-def test_d1_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> None:
+def test_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> None:
     """It stays as the user made it."""
     from vllm import SamplingParams
 
@@ -142,7 +142,7 @@ def test_d1_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> No
     assert params.extra_args == {"midstream": steer, "mine": 1}
 
 
-def test_d1_named_vectors_registered_at_run_time_with_each_requests_scale(stock: Any, plain: Plain) -> None:
+def test_named_vectors_registered_at_run_time_with_each_requests_scale(stock: Any, plain: Plain) -> None:
     v = vector(2)
     stock.collective_rpc("midstream_set_vectors", args=({"truth": (v.numpy().tobytes(), Vector(v.numpy()).digest)},))
     assert stock.collective_rpc("midstream_list_vectors")[0]["truth"][0] == HIDDEN
@@ -161,7 +161,7 @@ def test_d1_named_vectors_registered_at_run_time_with_each_requests_scale(stock:
 # ---------------------------------------------------------------------------------------------- consumers (rows D5, D4)
 
 
-def test_d5_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> None:
+def test_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> None:
     """With nothing to follow: seen failing in this process, where the engine made no step in which its worker heard of the end."""
     plans = [
         [Capture("resid_post", layers=[1, 6], positions="all", to=tmp_path), Steer("resid_post", layers=3, vector=vector())],
@@ -185,7 +185,7 @@ def test_d5_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stop", [{"stop": ["Museum"]}, {"stop_token_ids": [0]}])
-def test_d4_a_request_that_stops_early_has_no_row_beyond(
+def test_a_request_that_stops_early_has_no_row_beyond(
     stock: Any, plain: Plain, tmp_path: Path, stop: dict[str, Any]
 ) -> None:
     whole = plain.generate(EIFFEL, 12)
@@ -200,7 +200,7 @@ def test_d4_a_request_that_stops_early_has_no_row_beyond(
     close(mine["resid_post", 5], sites["resid_post", 5][8:])
 
 
-def test_d4_samples_of_one_request_have_captures_of_their_own(stock: Any, plain: Plain, tmp_path: Path) -> None:
+def test_samples_of_one_request_have_captures_of_their_own(stock: Any, plain: Plain, tmp_path: Path) -> None:
     capture = Capture("resid_post", layers=5, positions="all", to=tmp_path)
     (output,) = submit(stock, [FRANCE], [capture], n=3, temperature=2.0, seed=1)
     settle(stock)
@@ -274,9 +274,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_d5_a_consumer_found_by_its_entry_point_works_beside_the_engine(
-    stock: Any, consumers: list[Collecting]
-) -> None:
+def test_a_consumer_found_by_its_entry_point_works_beside_the_engine(stock: Any, consumers: list[Collecting]) -> None:
     plan = Capture("resid_post", layers=[0, 7], positions="all", to=Consumer("collecting"))
     submit(stock, [FRANCE, EIFFEL], [plan, plan], max_tokens=3)
     settle(stock)
@@ -288,7 +286,7 @@ def test_d5_a_consumer_found_by_its_entry_point_works_beside_the_engine(
         assert sorted(mine.rows_of[name]) == [(layer, p) for layer in (0, 7) for p in range(length + 2)]
 
 
-def test_d5_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = Capture("resid_post", layers=[0, 7], positions="all_prompt", to=Consumer("log", level="warning"))
     with caplog.at_level(logging.WARNING, "midstream.capture"):
         submit(stock, [EIFFEL], [plan], max_tokens=2)
@@ -297,7 +295,7 @@ def test_d5_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> No
     assert "captured 16 rows of resid_post" in caplog.text
 
 
-def test_d5_a_consumer_that_raises_is_loud_and_harms_no_other(
+def test_a_consumer_that_raises_is_loud_and_harms_no_other(
     stock: Any, consumers: list[Collecting], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It raises for one of three requests, which also goes to a directory."""
@@ -324,7 +322,7 @@ def test_d5_a_consumer_that_raises_is_loud_and_harms_no_other(
 # ------------------------------------------------------------------------------------------------ whole engine (row D6)
 
 
-def test_d6_every_request_of_an_engine_is_captured_without_leaving_the_graphs(
+def test_every_request_of_an_engine_is_captured_without_leaving_the_graphs(
     everywhere: tuple[Any, Path], plain: Plain
 ) -> None:
     llm, directory = everywhere
@@ -347,7 +345,7 @@ def test_d6_every_request_of_an_engine_is_captured_without_leaving_the_graphs(
         close(mine["resid_post", 6], sites["resid_post", 6])
 
 
-def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
+def test_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
     everywhere: tuple[Any, Path], plain: Plain, tmp_path: Path
 ) -> None:
     """By vLLM's counters and torch's: whatever plans come, on sites in the graphs and off them."""
@@ -374,7 +372,7 @@ def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
     assert [values(output) for output in submit(llm, [FRANCE, EIFFEL, ITALY], [None] * 3)] == before
 
 
-def test_d3_a_site_outside_the_graphs_is_counted_and_told_once(
+def test_a_site_outside_the_graphs_is_counted_and_told_once(
     everywhere: tuple[Any, Path], plain: Plain, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm, _ = everywhere
@@ -425,7 +423,7 @@ IN_THE_WORKER = {
 
 
 @pytest.mark.parametrize("case", AT_THE_FRONT)
-def test_d8_what_cannot_be_is_refused_before_the_engine_sees_it(stock: Any, case: str) -> None:
+def test_what_cannot_be_is_refused_before_the_engine_sees_it(stock: Any, case: str) -> None:
     plan, message = AT_THE_FRONT[case]
     before = [values(output) for output in submit(stock, [ITALY, FRANCE, EIFFEL], [None] * 3)]
     with pytest.raises(PlanError, match=message):
@@ -435,7 +433,7 @@ def test_d8_what_cannot_be_is_refused_before_the_engine_sees_it(stock: Any, case
 
 
 @pytest.mark.parametrize("case", IN_THE_WORKER)
-def test_d8_what_only_the_workers_know_ends_the_request_with_the_message(stock: Any, case: str) -> None:
+def test_what_only_the_workers_know_ends_the_request_with_the_message(stock: Any, case: str) -> None:
     """Its neighbours, one of them planned itself, are byte-identical to a batch without it; the next request is clean."""
     plan, message = IN_THE_WORKER[case]
     prompts, steer = [ITALY, FRANCE, EIFFEL], Steer("resid_post", layers=3, vector=vector())
@@ -458,7 +456,7 @@ def test_d8_what_only_the_workers_know_ends_the_request_with_the_message(stock: 
         (lambda: Steer("resid_post", layers=1, vector=[0.0] * HIDDEN, norm_match=True), "zero"),
     ],
 )
-def test_d8_what_is_wrong_by_itself_is_refused_when_it_is_made_and_in_wire_form(
+def test_what_is_wrong_by_itself_is_refused_when_it_is_made_and_in_wire_form(
     stock: Any, make: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
@@ -470,7 +468,7 @@ def test_d8_what_is_wrong_by_itself_is_refused_when_it_is_made_and_in_wire_form(
         submit(stock, [FRANCE, EIFFEL], [None, bad])
 
 
-def test_d8_max_tokens_0_is_refused_by_vllm_itself(stock: Any) -> None:
+def test_max_tokens_0_is_refused_by_vllm_itself(stock: Any) -> None:
     """So a capture of generated positions never meets it."""
     from vllm.exceptions import VLLMValidationError
 
@@ -479,14 +477,14 @@ def test_d8_max_tokens_0_is_refused_by_vllm_itself(stock: Any) -> None:
 
 
 @pytest.mark.parametrize("plan", [Steer("resid_post", layers=3, vector=vector()), {"steer": 1}, [], "{}"])
-def test_d8_an_engine_without_midstream_refuses_plans_and_serves_others(bare: Any, plain: Plain, plan: Any) -> None:
+def test_an_engine_without_midstream_refuses_plans_and_serves_others(bare: Any, plain: Plain, plan: Any) -> None:
     with pytest.raises(PlanError, match=r"not started with midstream.*silently ignore"):
         submit(bare, [FRANCE, EIFFEL], [None, plan])
     outputs = submit(bare, [FRANCE, EIFFEL], [None, None])
     assert [tokens(output) for output in outputs] == [plain.generate(prompt, 6) for prompt in (FRANCE, EIFFEL)]
 
 
-def test_d8_the_way_out_that_the_message_names_is_there() -> None:
+def test_the_way_out_that_the_message_names_is_there() -> None:
     import midstream
 
     assert "worker_cls" in midstream.engine_arguments()
@@ -508,7 +506,7 @@ def test_plain_requests_are_those_of_an_engine_without_midstream(stock: Any, bar
         Capture("resid_post", positions=[0, -1], to=Consumer("log")),
     ],
 )
-def test_e11_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any) -> None:
+def test_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any) -> None:
     """At the admission of requests, which sees from vLLM's `mm_features` what a prompt has beside text."""
     from vllm import SamplingParams
 
@@ -526,7 +524,7 @@ def test_e11_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any)
     assert "plan" in admitted(Capture("resid_post", positions="last_prompt", to=Consumer("log")), [object()])
 
 
-def test_d8_a_prompt_without_tokens_is_refused(stock: Any) -> None:
+def test_a_prompt_without_tokens_is_refused(stock: Any) -> None:
     """vLLM takes a prompt as embeddings, too; a plan for its tokens, of which there are none, would do nothing."""
     params = SimpleNamespace(extra_args={"midstream": [Steer("resid_post", vector=vector())]}, max_tokens=1)
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=None, prompt_embeds=torch.zeros(3, 256))
@@ -562,7 +560,7 @@ async def abandoned(engine: Any, prompt: str, plan: Any, request_id: str, after:
     await stream.aclose()
 
 
-def test_d4_d8_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Path) -> None:
+def test_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Path) -> None:
     """In processes of its own, as a server has it: plans of many kinds at once, one refused, one wrong, one abandoned on its way."""
     from engines import ENGINE
     from vllm.engine.arg_utils import AsyncEngineArgs

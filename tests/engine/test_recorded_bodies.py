@@ -1,7 +1,7 @@
 """Bodies of traces mean what Python and PyTorch mean by them (rows L1, L2, L8).
 
 The oracle is `plain_forward.py`: plain transformers with hooks. Values, errors and tokens must agree with it, however midstream runs the
-body. `MIDSTREAM_RANDOM_BODIES=10000` sets the number of random bodies, and `MIDSTREAM_RANDOM_FIRST` the first one's seed.
+body. `MIDSTREAM_RANDOM_BODIES=10000` sets the number of random bodies, and `MIDSTREAM_RANDOM_FIRST` the first one's seed. Row L6.
 """
 
 from __future__ import annotations
@@ -51,42 +51,42 @@ def check_all_forms(oracle: Oracle, model: Any, body: Body) -> None:
 
 
 @spellings("not_reached")
-def test_l1_a_write_that_python_does_not_reach_is_not_made(engine, oracle, body):
+def test_a_write_that_python_does_not_reach_is_not_made(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("reached")
-def test_l1_a_write_in_an_expression_is_made_once_it_is_reached(engine, oracle, body):
+def test_a_write_in_an_expression_is_made_once_it_is_reached(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("changed_in_place")
-def test_l1_a_vector_that_was_changed_in_place_is_written_as_changed(engine, oracle, body):
+def test_a_vector_that_was_changed_in_place_is_written_as_changed(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("changed_in_tuples")
-def test_l1_a_vector_in_a_tuple_is_the_vector_itself(engine, oracle, body):
+def test_a_vector_in_a_tuple_is_the_vector_itself(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("effects_of_comprehensions")
-def test_l1_effects_of_comprehensions_and_generators_stay(engine, oracle, body):
+def test_effects_of_comprehensions_and_generators_stay(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("defaults_and_bound_methods")
-def test_l1_changes_through_defaults_and_bound_methods_count(engine, oracle, body):
+def test_changes_through_defaults_and_bound_methods_count(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("swallowed")
-def test_l1_code_behind_a_swallowed_exception_does_not_run(engine, oracle, body):
+def test_code_behind_a_swallowed_exception_does_not_run(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
 @spellings("replaced_and_changed")
-def test_l1_a_tensor_that_replaced_a_value_is_the_value(engine, oracle, body):
+def test_a_tensor_that_replaced_a_value_is_the_value(engine, oracle, body):
     check_all_forms(oracle, engine, body)
 
 
@@ -96,21 +96,21 @@ def test_l1_a_tensor_that_replaced_a_value_is_the_value(engine, oracle, body):
 @pytest.mark.parametrize(
     "body", [body for body in HARD if "__" not in body.name], ids=lambda body: f"{body.path.stem}-{body.name}"
 )
-def test_l1_hard_bodies_mean_what_python_means(engine, oracle, body):
+def test_hard_bodies_mean_what_python_means(engine, oracle, body):
     check(oracle, engine, body, [EIFFEL, THREE, ONE], 3, "several")
     check(oracle, engine, body, [PARIS], 2, "trace")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted({body.path for body in HARD}), ids=lambda path: path.stem)
-def test_l1_hard_bodies_on_transformers(hf, oracle, file):
+def test_hard_bodies_on_transformers(hf, oracle, file):
     for body in HARD:
         if body.path == file:
             check(oracle, hf, body, [PARIS], 3, "run")
             check(oracle, hf, body, [ONE], 2, "trace")
 
 
-def test_l6_the_callers_vectors_are_as_they_were(model):
+def test_the_callers_vectors_are_as_they_were(model):
     """The bodies change them in the trace."""
     for name in ("changed_in_place__callers_vector", "changed_in_place__global", "changed_in_place__replaced_global"):
         body = next(body for body in HARD if body.name == name)
@@ -132,11 +132,11 @@ def chunks(count: int) -> Any:
 
 @pytest.mark.slow
 @chunks(COUNT)
-def test_l8_random_bodies_mean_what_pytorch_means(engine, oracle, tmp_path, seeds):
+def test_random_bodies_mean_what_pytorch_means(engine, oracle, tmp_path, seeds):
     check_random(oracle, engine, seeds, tmp_path)
 
 
 @pytest.mark.slow
 @chunks(100)
-def test_l8_random_bodies_on_transformers(hf, oracle, tmp_path, seeds):
+def test_random_bodies_on_transformers(hf, oracle, tmp_path, seeds):
     check_random(oracle, hf, seeds, tmp_path)

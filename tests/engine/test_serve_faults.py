@@ -74,7 +74,7 @@ def until(condition: Any, seconds: float = 40.0) -> None:
         time.sleep(0.05)
 
 
-def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
+def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False))
         streams = [Stream(server) for _ in range(4)]
@@ -110,7 +110,7 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
         pytest.param("Worker_TP1", TWO_RANKS, id="one worker of two", marks=pytest.mark.matrix),
     ],
 )
-def test_g12_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
+def test_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
     tmp_path: Path, killed: str, flags: tuple[str, ...]
 ) -> None:
     with contextlib.ExitStack() as stack:

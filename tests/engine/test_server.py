@@ -78,7 +78,7 @@ def test_a_strangers_plan_acts_on_every_route(server: Server) -> None:
             assert choice.get("text", before[0]) != before[0] or choice.get("token_ids", before[1]) != before[1]
 
 
-def test_g8_what_only_the_engines_own_side_may_say_is_refused_on_every_route(server: Server, tmp_path: Path) -> None:
+def test_what_only_the_engines_own_side_may_say_is_refused_on_every_route(server: Server, tmp_path: Path) -> None:
     """Paths, consumers, digests. Nothing appears on the disk, whichever form they come in."""
     target = tmp_path / "written-by-a-stranger"
     forbidden = [
@@ -106,7 +106,7 @@ def test_g8_what_only_the_engines_own_side_may_say_is_refused_on_every_route(ser
         ("anything", 1),
     ],
 )  # fmt: skip
-def test_g8_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str, value: Any) -> None:
+def test_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str, value: Any) -> None:
     text = Plan.of(Capture("resid_post")).to_json()
     for envelope in ({name: value}, {"plan": text, name: value}, {"plan": json.loads(text), name: value}):
         status, body = server.generate(IDS, extra_args={"midstream": envelope})
@@ -118,13 +118,13 @@ def test_g8_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str,
     assert server.rpc("midstream_list_runs") == [[]]
 
 
-def test_g3_a_misspelt_key_is_an_error(server: Server) -> None:
+def test_a_misspelt_key_is_an_error(server: Server) -> None:
     text = Plan.of(Steer("resid_post", layers=3, vector=[1.0] * HIDDEN)).to_json()
     status, body = server.complete(FRANCE, vllm_xargs={"midstraem": text})
     assert status == 400 and "did you mean 'midstream'" in json.dumps(body)
 
 
-def test_f5_an_overflow_harms_no_other_client(server: Server) -> None:
+def test_an_overflow_harms_no_other_client(server: Server) -> None:
     before = plain(server)
     plan = Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)
     for _ in range(4):
@@ -153,7 +153,7 @@ def too_large() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(too_large()))
-def test_f6_a_plan_that_is_too_large_is_refused_before_it_costs_anybody_anything(server: Server, name: str) -> None:
+def test_a_plan_that_is_too_large_is_refused_before_it_costs_anybody_anything(server: Server, name: str) -> None:
     """Seen before: 91 s for its neighbours, and 14 s in which `/health` did not answer."""
     plan = too_large()[name]
     text = "[" * 200_000 if name == "deep" else plan if isinstance(plan, str) else json.dumps(plan)
@@ -167,7 +167,7 @@ def test_f6_a_plan_that_is_too_large_is_refused_before_it_costs_anybody_anything
     assert least(longest_wait, 2.0) < 2.0  # of which 24 MB of JSON are vLLM's own to parse
 
 
-def test_f6_a_plan_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:
+def test_a_plan_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:
     """The dearest one that a stranger may send: an edit of its own at every place."""
     length, layers = 300, 8
     ids = [1 + i % 300 for i in range(length)]
@@ -245,7 +245,7 @@ def sum_with(width: int) -> Program:
     return program(("add.Tensor", (INPUT, Ref(-2))), width=width, inputs=(width,))
 
 
-def test_l7_what_is_no_program_is_refused(server: Server) -> None:
+def test_what_is_no_program_is_refused(server: Server) -> None:
     """With the operation, and the line of code if the program says it."""
 
     def sent(steps: Any = None, **changes: Any) -> Any:
@@ -291,7 +291,7 @@ def test_l7_what_is_no_program_is_refused(server: Server) -> None:
         assert status == 400 and said in body["error"]["message"], (said, status, body)
 
 
-def test_l7_a_program_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:
+def test_a_program_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:
     """As many numbers for each token as a stranger's program may compute, for a prompt of 300 tokens."""
     ids = [1 + i % 300 for i in range(300)]
     steps = MAX_STRANGERS_WORK // HIDDEN // 8
@@ -414,7 +414,7 @@ def send(server: Server, seed: int) -> int:
     return server.generate(IDS, extra_args={"midstream": rng.choice([plan, {"plan": plan}, text])})[0]
 
 
-def test_f5_mutated_plans_leave_nothing_behind(server: Server) -> None:
+def test_mutated_plans_leave_nothing_behind(server: Server) -> None:
     """After each batch of them every plain answer is the one before; at the end the gauges are at zero and memory is flat."""
     before, statuses, memory = plain(server), [], 0
     with ThreadPoolExecutor(8) as pool:

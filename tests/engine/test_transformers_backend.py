@@ -28,7 +28,7 @@ def backend() -> Iterator[VLLM]:
         yield model
 
 
-def test_a2_reads_return_this_requests_tokens(backend, plain):
+def test_reads_return_this_requests_tokens(backend, plain):
     """Seen failing with `FlatRows.start` always 0: all requests read the batch's first rows."""
     assert "[1, T, 256]" in repr(backend)
 
@@ -54,7 +54,7 @@ def test_a2_reads_return_this_requests_tokens(backend, plain):
         close(logits, expected.logits[-1:])
 
 
-def test_a2_writes_land_in_this_request_alone(backend, plain):
+def test_writes_land_in_this_request_alone(backend, plain):
     with backend.trace(max_tokens=4, temperature=0.0) as tracer:
         with tracer.invoke(MARY):
             mary = backend.logits.save()
@@ -76,7 +76,7 @@ def test_a2_writes_land_in_this_request_alone(backend, plain):
 
 
 @pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "attn_in", "attn_z", "attn_out", "mlp_in", "mlp_act"])
-def test_a2_every_site_is_written_between_two_other_prompts(backend, plain, site):
+def test_every_site_is_written_between_two_other_prompts(backend, plain, site):
     baseline = plain.run(PARIS).sites
     torch.manual_seed(0)
     value = baseline[site, 3] + torch.randn_like(baseline[site, 3])
@@ -101,7 +101,7 @@ def test_a2_every_site_is_written_between_two_other_prompts(backend, plain, site
     close(eiffel, plain.run(EIFFEL).logits[-1:])
 
 
-def test_a2_raw_modules_have_the_leading_axis_and_this_requests_tokens(backend, plain):
+def test_raw_modules_have_the_leading_axis_and_this_requests_tokens(backend, plain):
     """Seen failing with `FlatRows.axis` taking 0 for the only token axis: the request has the batch's 19 rows."""
     with backend.trace(temperature=0.0) as tracer:
         with tracer.invoke(MARY):

@@ -2,6 +2,7 @@
 
 Written anew for the bundled model. Where both models have it, both run it; vLLM's layers return pairs, so blocks that read a layer's
 output by its module are for transformers, and those with the accessors for both. Expected values come from `Plain`, and from torch.
+Row J10.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def forward(model, prompt, **arguments):
     return model(torch.tensor([prompt]), **arguments)
 
 
-def test_j10_hidden_states_and_attention_weights_of_the_output(eager, plain):
+def test_hidden_states_and_attention_weights_of_the_output(eager, plain):
     asked = {"output_hidden_states": True, "output_attentions": True}
     with eager.trace(FRANCE, **asked) as tracer:
         hidden = eager.output.hidden_states.save()
@@ -261,7 +262,7 @@ def test_j10_hidden_states_and_attention_weights_of_the_output(eager, plain):
     assert eager.trace(FRANCE, trace=False, output_attentions=True).attentions[0].shape == (1, 4, 5, 5)
 
 
-def test_j10_each_invoke_has_its_own_part(eager, plain):
+def test_each_invoke_has_its_own_part(eager, plain):
     """Without the padding of the shorter prompt."""
     prompts = ["Paris", FRANCE, "The Eiffel Tower is in the city of"]
     with eager.trace(output_hidden_states=True, output_attentions=True) as tracer:
@@ -274,7 +275,7 @@ def test_j10_each_invoke_has_its_own_part(eager, plain):
         close(each.attentions[4], wanted.attentions[4])
 
 
-def test_j10_in_each_step_of_a_generation(model, plain):
+def test_in_each_step_of_a_generation(model, plain):
     with model.generate(FRANCE, max_new_tokens=3, output_hidden_states=True) as tracer:
         last = list().save()
         for _ in tracer.iter[:]:
@@ -283,7 +284,7 @@ def test_j10_in_each_step_of_a_generation(model, plain):
     close(torch.stack(last), plain.run(ids).sites["resid_post", 3][4:])
 
 
-def test_j10_a_cache_of_keys_and_values(model, plain):
+def test_a_cache_of_keys_and_values(model, plain):
     with model.trace(FRANCE, use_cache=True):
         keys = model.output.past_key_values.layers[2].keys.save()
     close(keys, forward(plain.model, plain.ids(FRANCE), use_cache=True).past_key_values.layers[2].keys)
@@ -292,13 +293,13 @@ def test_j10_a_cache_of_keys_and_values(model, plain):
     assert nothing
 
 
-def test_j10_hidden_states_that_nobody_asked_for(model):
+def test_hidden_states_that_nobody_asked_for(model):
     with pytest.raises(TraceError, match=r"hidden_states of all positions .* and have output_hidden_states=True"):
         _ = model(FRANCE).hidden_states
 
 
 @pytest.mark.engine
-def test_j10_vllm_says_what_to_do_instead(engine):
+def test_vllm_says_what_to_do_instead(engine):
     with pytest.raises(
         ParameterError, match=r"output_hidden_states= .* which vLLM does not have\. Read model\.layers_output"
     ):

@@ -24,7 +24,7 @@ ALWAYS = [("pp2tp2", "steps"), ("pp2tp2", "behind")]
 @pytest.mark.parametrize(
     ("sizes", "suite"), [pytest.param(*case, marks=[] if case in ALWAYS else pytest.mark.matrix) for case in CASES]
 )
-def test_c1_d7_suites_of_one_rank_pass_on_several(sizes: str, suite: str, request: pytest.FixtureRequest) -> None:
+def test_suites_of_one_rank_pass_on_several(sizes: str, suite: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--ranks") is not None:
         pytest.skip("it is what --ranks does")
     options = ["-q", "-x", "--ranks", sizes, "-k", "not hf", "-p", "no:cacheprovider", "--timeout=300"]

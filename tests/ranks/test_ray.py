@@ -1,4 +1,4 @@
-"""Engines on vLLM's stock Ray executors (C12, D7), with Ray started by the tests: one node, and two with addresses of their own."""
+"""Engines on vLLM's stock Ray executors (C12, D7), with Ray started by the tests: one node, and two with addresses of their own. Row D8."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ engines = pytest.mark.parametrize(
 
 
 @engines
-def test_c12_plans_and_traces_on_ray_are_as_in_transformers(
+def test_plans_and_traces_on_ray_are_as_in_transformers(
     run: dict[str, Any], plain: Plain, request: pytest.FixtureRequest
 ) -> None:
     nodes = request.node.callspec.params["run"][0]
@@ -139,7 +139,7 @@ def test_c12_plans_and_traces_on_ray_are_as_in_transformers(
         assert trace["ids"][step] == int(ran.logits[-1].argmax())
 
 
-def test_d8_the_older_ray_executor_is_refused() -> None:
+def test_the_older_ray_executor_is_refused() -> None:
     """It calls the model runner itself: plans and traces would do nothing."""
     import ray
 

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from engines import timed
+
 from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
 
@@ -190,9 +192,10 @@ def _running(directory: Path, port: int, command: list[str], environment: Mappin
     server = Server(port, process, log)
     try:
         deadline = time.monotonic() + 240
-        while not server.is_healthy():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
+        with timed("a server"):
+            while not server.is_healthy():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.5)
         yield server
     finally:
         process.send_signal(signal.SIGTERM)

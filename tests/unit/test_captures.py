@@ -781,7 +781,7 @@ def test_wrong_options_fail_the_request(installed, options):
     sinks.close()
 
 
-def test_d4_an_infinite_number_does_not_hide_another_that_is_too_large() -> None:
+def test_an_infinite_number_does_not_hide_another_that_is_too_large() -> None:
     infinite = torch.tensor([[float("inf"), 1.0]])
     assert torch.equal(converted(infinite, "float16", "it"), infinite.half())
     with pytest.raises(CaptureError, match=r"it: 1e\+06 is too large for float16"):

@@ -43,7 +43,7 @@ def _the_callers_tensors_stay_as_they_are():
 # What is added.
 
 
-def test_l1_a_vector_that_is_added_is_a_steer_however_it_is_written():
+def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
     def in_place(model):
         model.layers_output[2] += V
 
@@ -180,7 +180,7 @@ def test_l1_a_vector_that_is_added_is_a_steer_however_it_is_written():
         torch.testing.assert_close(total, V)
 
 
-def test_l1_a_number_is_added_to_all_elements():
+def test_a_number_is_added_to_all_elements():
     def number(model):
         model.layers_output[2] += 0.5
 
@@ -191,7 +191,7 @@ def test_l1_a_number_is_added_to_all_elements():
     assert said(one) == [steer(torch.full((WIDTH,), 0.5))] and not other.edits
 
 
-def test_l1_rows_that_differ_are_added_by_position():
+def test_rows_that_differ_are_added_by_position():
     def body(model):
         model.layers_output[2] += ROWS
 
@@ -201,7 +201,7 @@ def test_l1_rows_that_differ_are_added_by_position():
 # What Python does with a vector before it is written.
 
 
-def test_l1_a_vector_is_as_its_aliases_have_left_it():
+def test_a_vector_is_as_its_aliases_have_left_it():
     def clone(model):
         v = V.clone()
         v[0] = 7
@@ -312,7 +312,7 @@ def test_l1_a_vector_is_as_its_aliases_have_left_it():
     assert said(walrus_) == [steer(54 * V)]
 
 
-def test_l1_what_python_does_not_come_to_is_not_written():
+def test_what_python_does_not_come_to_is_not_written():
     flag = False
 
     def short_circuit(model):
@@ -357,7 +357,7 @@ def test_l1_what_python_does_not_come_to_is_not_written():
     assert said(first) == [steer(V, 0)]
 
 
-def test_l1_exceptions_classes_and_recursion_are_pythons_business():
+def test_exceptions_classes_and_recursion_are_pythons_business():
     def exceptions(model):
         try:
             {}["x"]
@@ -458,7 +458,7 @@ def test_l1_exceptions_classes_and_recursion_are_pythons_business():
         assert said(given) == [steer(first * V, 1), steer(second * V, 2)]
 
 
-def test_l1_helpers_closures_defaults_and_loops_over_layers():
+def test_helpers_closures_defaults_and_loops_over_layers():
     vectors = [V, 2 * V]
 
     def helper(m, layer, scale=1.0):
@@ -484,7 +484,7 @@ def test_l1_helpers_closures_defaults_and_loops_over_layers():
 # What is projected out.
 
 
-def test_l1_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written():
+def test_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written():
     def in_place(model):
         model.layers_output[2] -= (model.layers_output[2] @ UNIT)[:, None] * UNIT
 
@@ -517,7 +517,7 @@ def test_l1_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written()
         assert edit.strength == pytest.approx(1)
 
 
-def test_l1_a_projection_of_one_row_or_by_half_or_to_a_value():
+def test_a_projection_of_one_row_or_by_half_or_to_a_value():
     def last(model):
         model.layers_output[2][-1] -= (model.layers_output[2][-1] @ UNIT) * UNIT
 
@@ -534,7 +534,7 @@ def test_l1_a_projection_of_one_row_or_by_half_or_to_a_value():
     assert (three.edits[0].low, three.edits[0].high) == (pytest.approx(3), pytest.approx(3))
 
 
-def test_l1_what_is_like_a_projection_and_is_none():
+def test_what_is_like_a_projection_and_is_none():
     def on_a_longer_vector(model):
         model.layers_output[2] -= (model.layers_output[2] @ V)[:, None] * V
 
@@ -569,7 +569,7 @@ def test_l1_what_is_like_a_projection_and_is_none():
     without_simple_edits(*(body for body in locals().values() if callable(body)))
 
 
-def test_l1_a_projection_of_tokens_as_many_as_the_width_is_told_from_one_of_features():
+def test_a_projection_of_tokens_as_many_as_the_width_is_told_from_one_of_features():
     def over_tokens(model):
         model.layers_output[2] -= (model.layers_output[2].T @ UNIT) * UNIT
 
@@ -585,7 +585,7 @@ def test_l1_a_projection_of_tokens_as_many_as_the_width_is_told_from_one_of_feat
     assert said(checked(row, length=WIDTH)) == [patch(torch.zeros(WIDTH))]
 
 
-def test_l1_a_projection_after_a_sum_is_one_of_the_sum():
+def test_a_projection_after_a_sum_is_one_of_the_sum():
     def by_name(model):
         h = model.layers_output[2]
         model.layers_output[2] += V
@@ -607,7 +607,7 @@ def test_l1_a_projection_after_a_sum_is_one_of_the_sum():
 # Rows that are replaced.
 
 
-def test_l1_replaced_rows_are_patches():
+def test_replaced_rows_are_patches():
     def last_is_zero(model):
         model.layers_output[2][-1] = 0
 
@@ -662,7 +662,7 @@ def test_l1_replaced_rows_are_patches():
         assert found == {row: ("Patch", v.tolist()) for row, v in rows.items()}
 
 
-def test_l1_rows_that_are_added_to_name_their_positions():
+def test_rows_that_are_added_to_name_their_positions():
     def some(model):
         h = model.layers_output[2].clone()
         h[[0, 2]] += V
@@ -682,7 +682,7 @@ def test_l1_rows_that_are_added_to_name_their_positions():
         assert said(given) == [steer(V, where=places)]
 
 
-def test_l1_rows_twice_are_as_pytorch_has_them():
+def test_rows_twice_are_as_pytorch_has_them():
     def replaced(model):
         model.layers_output[2][[1, 1]] = 0
 
@@ -699,7 +699,7 @@ def test_l1_rows_twice_are_as_pytorch_has_them():
         checked(body)
 
 
-def test_l1_two_kinds_of_writes_to_one_site_keep_their_order():
+def test_two_kinds_of_writes_to_one_site_keep_their_order():
     def added_then_replaced(model):
         model.layers_output[2] += V
         model.layers_output[2][-1] = 0
@@ -732,7 +732,7 @@ def test_l1_two_kinds_of_writes_to_one_site_keep_their_order():
         checked(body)
 
 
-def test_l1_columns_products_and_functions_are_no_edits_yet():
+def test_columns_products_and_functions_are_no_edits_yet():
     def columns(model):
         model.layers_output[2][:, 2] = 0
 
@@ -792,7 +792,7 @@ def test_l1_columns_products_and_functions_are_no_edits_yet():
     without_simple_edits(*locals().values())
 
 
-def test_l2_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
+def test_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
     """Some of these could be edits. Those that are must be right."""
 
     def by_out(model):
@@ -866,7 +866,7 @@ def test_l2_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
 
 
 @pytest.mark.parametrize("how", ["row after all", "all after row", "rows", "column", "replaced"])
-def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
+def test_numbers_that_differ_between_rows_stay_with_their_rows(how):
     def row_after_all(model):
         h = model.layers_output[2]
         h += ROWS
@@ -902,7 +902,7 @@ def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
     checked(bodies[how])
 
 
-def test_l2_many_changes_of_one_value():
+def test_many_changes_of_one_value():
     def body(model):
         for _ in range(1000):
             model.layers_output[2] += V
@@ -910,14 +910,14 @@ def test_l2_many_changes_of_one_value():
     assert found(body).tier in (Tier.PLAN, Tier.FORWARD)
 
 
-def test_l2_one_row_by_two_numbers():
+def test_one_row_by_two_numbers():
     def body(model):
         model.layers_output[2][[-1, LENGTH - 1]] = ROWS[:2]
 
     checked(body)
 
 
-def test_l2_a_projection_in_an_odd_spelling_does_not_break_the_recording():
+def test_a_projection_in_an_odd_spelling_does_not_break_the_recording():
     def transposed(model):
         h = model.layers_output[2]
         h -= torch.mv(h, UNIT)[None].T * UNIT
@@ -937,7 +937,7 @@ def test_l2_a_projection_in_an_odd_spelling_does_not_break_the_recording():
 # Modules.
 
 
-def test_l1_a_modules_value_that_is_a_sites_is_written_by_a_plan():
+def test_a_modules_value_that_is_a_sites_is_written_by_a_plan():
     def added_to(model, tracer):
         for _ in tracer.iter[:]:
             model.model.layers[2].mlp.output += V
@@ -978,7 +978,7 @@ def test_l1_a_modules_value_that_is_a_sites_is_written_by_a_plan():
         assert said(given) == edits
 
 
-def test_l1_a_module_takes_its_own_shape():
+def test_a_module_takes_its_own_shape():
     def row(model):
         model.model.layers[2].mlp.output = V
 
@@ -988,7 +988,7 @@ def test_l1_a_module_takes_its_own_shape():
     in_forward(row, other_dtype, why="another structure, shape or dtype")
 
 
-def test_l2_a_stream_that_is_read_stays_in_the_forward():
+def test_a_stream_that_is_read_stays_in_the_forward():
     """Captures have the sum of the streams."""
 
     def body(model):
@@ -997,7 +997,7 @@ def test_l2_a_stream_that_is_read_stays_in_the_forward():
     in_forward(body, why="two streams")
 
 
-def test_l1_streams_of_a_layer():
+def test_streams_of_a_layer():
     def both(model):
         hidden, residual = model.model.layers[2].output
         hidden += V
