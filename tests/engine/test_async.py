@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from bars import CALLS, counted
 from engines import start
 from oracle import Plain, close
-from toy_selector import Around
 
 from midstream import Capture, Steer, open_captures
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
@@ -207,27 +205,6 @@ def test_n_samples_stream_one_by_one_and_finish_together(model: VLLM, drive: Dri
         samples = [list(sample.token_ids) for sample in outputs[-1].outputs]
         assert [saves["ids"] for saves in outputs[-1].saves] == samples and len(samples) == 3
         assert len(set(map(tuple, samples))) > 1
-
-    drive(main())
-
-
-def test_a_selector_from_outside_chooses_rows_of_requests_side_by_side(model: VLLM, drive: Drive, plain: Plain) -> None:
-    async def captures(prompt: str, count: int) -> tuple[list[int], torch.Tensor]:
-        plan = Capture("resid_post", layers=3, positions=Around((1,), (0, 3)))
-        output = await model.generate(prompt, plan=plan, max_tokens=count, **GREEDY)
-        output = output[0] if isinstance(output, list) else output
-        return output.captures.positions["resid_post", 3], output.captures["resid_post", 3]
-
-    async def main() -> None:
-        found = await asyncio.gather(captures(FRANCE, 6), captures(EIFFEL, 4), captures(FRANCE, 1))
-        for (positions, rows), (prompt, count, expected) in zip(
-            found,
-            [(FRANCE, 6, [1, 3, 4, 5, 8]), (EIFFEL, 4, [1, 4, 6, 7, 8]), (FRANCE, 1, [1, 3, 4])],
-            strict=True,
-        ):
-            assert positions == expected
-            ran = plain.run(plain.ids(prompt) + plain.generate(prompt, count)[:-1])
-            close(rows, ran.sites["resid_post", 3][expected])
 
     drive(main())
 
@@ -598,19 +575,6 @@ def test_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM, dr
 def test_another_event_loop_is_refused(model: VLLM, drive: Drive) -> None:
     with pytest.raises(MidstreamError, match="event loop"):
         asyncio.run(model.start())
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_bar_counts_the_requests_that_are_awaited(
-    model: VLLM, drive: Drive, call: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def awaited(to: Path, **progress: Any) -> None:
-        await CALLS[call](model, to, **progress)
-
-    drive(awaited(tmp_path / "shown", progress=True))
-    assert counted(capfd.readouterr().err) == ["3/3"]
-    drive(awaited(tmp_path / "hidden"))
-    assert counted(capfd.readouterr().err) == []
 
 
 def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:

@@ -32,13 +32,11 @@ from plan_cases import (
 )
 from test_async import left
 
-from midstream import Capture, Patch, Plan, Span, Steer, open_captures
+from midstream import Capture, Patch, Plan, Span, Steer
 from midstream.errors import (
     CaptureError,
     EngineClosedError,
-    MidstreamError,
     PlanError,
-    PromptError,
     RequestErrorGroup,
 )
 
@@ -71,47 +69,6 @@ def test_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
         engine.generate(FRANCE, plan=plan, extra_args={"midstream": plan})
 
 
-def test_other_extra_args_stay(engine: VLLM) -> None:
-    from midstream.requests.invokes import Invoke
-
-    plan = Plan.of(Steer("resid_post", vector=vector()))
-    (request,) = engine._requests([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2]], None)
-    assert request.params.extra_args["mine"] == 1 and set(request.params.extra_args["midstream"]) >= {"plan"}
-
-
-def test_samples_of_one_request_have_their_own_captures(engine: VLLM, plain: Plain) -> None:
-    plan = Capture("resid_post", layers=[2, 7], positions="all")
-    (output,) = engine.generate(FRANCE, plan=plan, n=3, max_tokens=5, temperature=1.5, seed=1, ignore_eos=True)
-    assert len(output.captures) == 3 and len({tuple(s.token_ids) for s in output.outputs}) > 1
-    for sample, captures in zip(output.outputs, output.captures, strict=True):
-        sites = plain.run(plain.ids(FRANCE) + list(sample.token_ids)[:-1]).sites
-        for layer in (2, 7):
-            assert captures.positions["resid_post", layer] == list(range(9))
-            close(captures["resid_post", layer], sites["resid_post", layer])
-
-
-def test_a_request_that_stops_early_has_no_row_past_its_end(engine: VLLM, plain: Plain) -> None:
-    """Async scheduling has run a step more by then."""
-    stop = plain.generate(FRANCE, 3)[2]
-    assert stop not in plain.generate(FRANCE, 2)[1:]
-    options = {"stop_token_ids": [stop], "max_tokens": 20, "temperature": 0.0}
-    (output,) = engine.generate(FRANCE, plan=everything(), **options)
-    ids = ids_of(output)
-    assert ids[-1] == stop and len(ids) <= 3
-    assert output.captures.positions["resid_post", 3] == list(range(5 + len(ids) - 1))
-
-
-def test_many_prompts_at_once(engine: VLLM, plain: Plain) -> None:
-    """More than the engine runs at a time."""
-    prompts = [[10 + i, *plain.ids(FRANCE)] for i in range(40)]
-    capture = Capture("resid_post", layers=3, positions=-1, when="after")
-    plans = [[Steer("resid_post", layers=3, vector=vector(i)), capture] for i in range(40)]
-    outputs = engine.generate(prompts, plan=plans, max_tokens=1, **GREEDY)
-    for i in range(0, 40, 3):
-        expected = plain.run(prompts[i]).sites["resid_post", 3][-1] + vector(i)
-        close(outputs[i].captures["resid_post", 3][0], expected)
-
-
 # ----------------------------------------------------------------------------------------- checked before anything runs
 
 
@@ -135,19 +92,6 @@ def test_one_prompt_that_cannot_have_the_plan_keeps_all_from_being_sent(engine: 
     with pytest.raises(PlanError, match=message):
         engine.generate([EIFFEL, FRANCE], plan=plan, max_tokens=2)
     assert steps(engine) == before
-
-
-def test_max_tokens_of_zero_is_said_to_be_too_few(engine: VLLM) -> None:
-    with pytest.raises(PlanError, match="max_tokens is 0; a request with a plan needs at least 1"):
-        engine.generate(FRANCE, plan=Capture("resid_post"), max_tokens=0)
-
-
-def test_multimodal_prompts_are_refused(engine: VLLM) -> None:
-    prompt = {"prompt": FRANCE, "multi_modal_data": {"image": object()}}
-    with pytest.raises(PlanError, match="multimodal"):
-        engine.generate([prompt], plan=Patch("resid_post", layer=1, position=2, source="zeros"))
-    with pytest.raises(PromptError, match="images"):
-        engine.generate([prompt])
 
 
 def test_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine: VLLM, plain: Plain) -> None:
@@ -293,29 +237,6 @@ def test_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM
     engine.sinks.close()
 
 
-def test_an_unknown_consumer_is_said(engine: VLLM) -> None:
-    from midstream.plan.values import Consumer
-
-    before = steps(engine)
-    with pytest.raises(CaptureError, match="'nobody'"):
-        engine.generate([FRANCE] * 2, plan=[None, [Capture("resid_post", to=Consumer("nobody"))]], max_tokens=1)
-    assert steps(engine) == before
-
-
-def test_the_models_own_plan_captures_every_request_into_one_directory(engine: VLLM, tmp_path: Path) -> None:
-    engine.plan = Capture("resid_post", layers=[1], positions="all", to=str(tmp_path / "all"))
-    try:
-        for prompts in ([FRANCE, EIFFEL], [ITALY]):
-            engine.generate(prompts, max_tokens=3, **GREEDY)
-        with engine.trace(FRANCE, temperature=0.0):
-            engine.layers_output[1].save()
-    finally:
-        engine.plan = None
-    stored = open_captures(tmp_path / "all")
-    assert len(stored) == 4
-    assert sorted(len(stored[name]["resid_post", 1]) for name in stored) == [5, 7, 7, 10]
-
-
 @pytest.mark.parametrize("where", ["sink", "output"])
 def test_an_interrupted_call_leaves_nothing_behind(engine: VLLM, plain: Plain, monkeypatch: Any, where: str) -> None:
     """Ctrl-C while requests run, after the first rows have come."""
@@ -427,29 +348,6 @@ def test_async_every_way_of_streaming_counts_tokens_right(model: VLLM, drive: Dr
         each = [output.captures] if n == 1 else output.captures
         assert len(each) == n
         assert all(captures.positions["resid_post", 3] == list(range(5 + 6)) for captures in each)
-
-    drive(main())
-
-
-def test_async_vectors_and_runs(model: VLLM, drive: Drive, plain: Plain) -> None:
-    async def main() -> None:
-        v = toward_rome(plain)
-        model.vectors["rome"] = vector()
-        model.vectors["rome"] = v
-        run = await model.record(ITALY, sites="resid_post", name="italy")
-        assert [info.name for info in await model.runs.listing()] == ["italy"] and list(model.runs) == ["italy"]
-        plans = [[Steer("resid_post", layers=5, vector="rome")], [Patch("resid_post", layer=3, position=3, source=run)]]
-        outputs = await model.generate([FRANCE] * 2, plan=plans, max_tokens=1, **GREEDY)
-        assert [ids_of(output) for output in outputs] == [[plain.token(" Rome")]] * 2
-        del model.vectors["rome"]
-        with pytest.raises(PlanError, match="'rome'"):
-            await model.generate([FRANCE] * 2, plan=plans, max_tokens=1, **GREEDY)
-        with pytest.raises(MidstreamError, match="await"):
-            del model.runs["italy"]
-        await model.runs.delete("italy")
-        assert not await model.runs.listing()
-        with pytest.raises(PlanError, match="'italy'"):
-            await model.generate(FRANCE, plan=plans[1], max_tokens=1)
 
     drive(main())
 
@@ -575,22 +473,6 @@ def test_async_rows_stream_to_a_sink_before_the_end(model: VLLM, drive: Drive) -
             elif len(output.outputs[0].token_ids) == 150:
                 assert sorted(seen) == [0, 1, 2, 3, 4]
         assert finished == [5]
-
-    drive(main())
-
-
-def test_async_a_sink_that_raises_fails_its_own_request(model: VLLM, drive: Drive, plain: Plain) -> None:
-    def see(request: str, site: str, layer: int, positions: list[int], rows: torch.Tensor) -> None:
-        if 7 in positions:
-            raise OSError("disk full")
-
-    async def main() -> None:
-        plan = Capture("resid_post", layers=1, positions="all_prompt", to=(None, see))
-        stream = model.generate([FRANCE, EIFFEL], plan=plan, max_tokens=4, **GREEDY)
-        with pytest.raises(CaptureError, match="disk full"):
-            await stream
-        close(stream.outputs[0].captures["resid_post", 1], plain.run(FRANCE).sites["resid_post", 1])
-        assert stream.outputs[1].captures is None and ids_of(stream.outputs[1]) == plain.generate(EIFFEL, 4)
 
     drive(main())
 

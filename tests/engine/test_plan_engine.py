@@ -98,33 +98,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("norm_match", [False, True])
-def test_steers_by_place_and_norm_in_the_compiled_forward(
-    compiled: VLLM, plain: Plain, place: dict[str, Any], norm_match: bool
-) -> None:
-    a, b = vector(1), vector(2)
-    steers = [
-        Steer("resid_post", layers=[2, 5], vector=a, **place),
-        Steer("resid_post", layers=[2, 5], vector=b, scale=0.5, norm_match=norm_match),
-    ]
-    (output,) = compiled.generate(
-        FRANCE, plan=[*steers, Capture("resid_post", positions="all")], max_tokens=5, **GREEDY
-    )
-    rows: Any = [slice(0, None), slice(0, 5), slice(5, None), [1, 3], [3]][PLACES.index(place)]
-
-    def edit(h: torch.Tensor) -> torch.Tensor:
-        both = 0.5 * (b * h.norm(dim=-1, keepdim=True) / b.norm() if norm_match else b) + torch.zeros_like(h)
-        both[rows] += a
-        return h + both
-
-    edits = {("resid_post", 2): edit, ("resid_post", 5): edit}
-    ids = plain.generate(FRANCE, 5, edits)
-    assert tokens(output) == ids
-    sites = plain.run(plain.ids(FRANCE) + ids[:-1], edits).sites
-    close(output.captures["resid_post", 7], sites["resid_post", 7])
-
-
 # ------------------------------------------------------------------------------------------------------- rows D2 and D3
 
 PLANS = {
@@ -168,20 +141,6 @@ def test_requests_that_come_and_go_beside_a_steered_one(either: VLLM) -> None:
     assert len({len(each) for each in planned}) > 1
     assert [planned[i] for i in range(24) if i % 3 != 1] == [before[i] for i in range(24) if i % 3 != 1]
     assert sum(planned[i] != before[i] for i in range(1, 24, 3)) >= 4
-
-
-def test_a_plan_for_all_and_named_vectors_leave_nothing(either: VLLM) -> None:
-    prompts = [FRANCE, EIFFEL]
-    before = all_values(either.generate(prompts, max_tokens=6, **GREEDY))
-    either.vectors["v"] = vector(4)
-    either.plan = [Steer("resid_post", layers=3, vector="v"), Clamp("resid_post", layers=5, direction="v")]
-    try:
-        during = all_values(either.generate(prompts, max_tokens=6, **GREEDY))
-    finally:
-        either.plan = None
-        del either.vectors["v"]
-    assert during[0] != before[0] and during[1] != before[1]
-    assert all_values(either.generate(prompts, max_tokens=6, **GREEDY)) == before
 
 
 # ---------------------------------------------------------------------------------------------- chunked prefill (D1, D4)

@@ -26,7 +26,6 @@ from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, 
 from midstream.capture.directory import Store, StoredCapture
 from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
-from midstream.plan.values import Vector
 from midstream.settings import Settings
 
 pytestmark = pytest.mark.engine
@@ -142,22 +141,6 @@ def test_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> None:
     assert params.extra_args == {"midstream": steer, "mine": 1}
 
 
-def test_named_vectors_registered_at_run_time_with_each_requests_scale(stock: Any, plain: Plain) -> None:
-    v = vector(2)
-    stock.collective_rpc("midstream_set_vectors", args=({"truth": (v.numpy().tobytes(), Vector(v.numpy()).digest)},))
-    assert stock.collective_rpc("midstream_list_vectors")[0]["truth"][0] == HIDDEN
-    scales = (0.0, 1.0, -0.5)
-    plans = [Steer("resid_post", layers=3, vector="truth", scale=scale) for scale in scales]
-    before = submit(stock, [FRANCE] * 3, [None] * 3)
-    outputs = submit(stock, [FRANCE] * 3, plans)
-    for output, scale in zip(outputs, scales, strict=True):
-        assert tokens(output) == plain.generate(FRANCE, 6, {("resid_post", 3): lambda h, s=scale: h + s * v})
-    assert values(outputs[0]) == values(before[0]) and tokens(outputs[1]) != tokens(before[1])
-    stock.collective_rpc("midstream_delete_vectors", args=(["truth"],))
-    (output,) = submit(stock, [FRANCE], [plans[1]])
-    assert output.outputs[0].finish_reason == "error" and "truth" in output.outputs[0].stop_reason
-
-
 # ---------------------------------------------------------------------------------------------- consumers (rows D5, D4)
 
 
@@ -182,35 +165,6 @@ def test_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> Non
     other = of_prompt(found, plain.ids(EIFFEL))
     assert list(other) == [("attn_z", 4)]
     close(other["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4].flatten(1)[[0, 7]])
-
-
-@pytest.mark.parametrize("stop", [{"stop": ["Museum"]}, {"stop_token_ids": [0]}])
-def test_a_request_that_stops_early_has_no_row_beyond(
-    stock: Any, plain: Plain, tmp_path: Path, stop: dict[str, Any]
-) -> None:
-    whole = plain.generate(EIFFEL, 12)
-    stop = {"stop_token_ids": [whole[5]]} if "stop_token_ids" in stop else stop
-    capture = Capture("resid_post", layers=5, positions="all_generated", to=tmp_path)
-    (output,) = submit(stock, [EIFFEL], [capture], max_tokens=12, **stop)
-    count = len(tokens(output))
-    assert output.outputs[0].finish_reason == "stop" and 1 < count < 12
-    mine = of_prompt(stored(tmp_path, 1), plain.ids(EIFFEL))
-    assert mine.positions["resid_post", 5] == list(range(8, 8 + count - 1))
-    sites = plain.run(plain.ids(EIFFEL) + whole[: count - 1]).sites
-    close(mine["resid_post", 5], sites["resid_post", 5][8:])
-
-
-def test_samples_of_one_request_have_captures_of_their_own(stock: Any, plain: Plain, tmp_path: Path) -> None:
-    capture = Capture("resid_post", layers=5, positions="all", to=tmp_path)
-    (output,) = submit(stock, [FRANCE], [capture], n=3, temperature=2.0, seed=1)
-    settle(stock)
-    found = stored(tmp_path, 3)
-    assert sorted(found) == [f"{i}_{output.request_id}" for i in range(3)]
-    expected = [
-        plain.run(plain.ids(FRANCE) + list(sample.token_ids)[:-1]).sites["resid_post", 5] for sample in output.outputs
-    ]
-    for name, capture_of in found.items():
-        close(capture_of["resid_post", 5], expected[int(name.partition("_")[0])])
 
 
 class Entry:
@@ -445,35 +399,6 @@ def test_what_only_the_workers_know_ends_the_request_with_the_message(stock: Any
     assert values(outputs[0]) == values(before[0]) and values(outputs[2]) == values(before[2])
     again = submit(stock, prompts, [steer, None, None])
     assert [values(output) for output in again] == [values(output) for output in before]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Steer("nowhere", layers=1, vector=vector()), "nowhere"),
-        (lambda: Steer("resid_post", layers=1, vector=vector() * float("nan")), "NaN|nan|finite"),
-        (lambda: Clamp("resid_post", direction=[0.0] * HIDDEN), "zero"),
-        (lambda: Steer("resid_post", layers=1, vector=[0.0] * HIDDEN, norm_match=True), "zero"),
-    ],
-)
-def test_what_is_wrong_by_itself_is_refused_when_it_is_made_and_in_wire_form(
-    stock: Any, make: Callable[[], Any], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        make()
-    good = Plan.of(Steer("resid_post", layers=1, vector=vector(), norm_match=True)).to_wire()
-    (key,) = good["vectors"]
-    bad = {**good, "vectors": {key: torch.full((HIDDEN,), float("nan")).numpy().tobytes()}}
-    with pytest.raises(PlanError):
-        submit(stock, [FRANCE, EIFFEL], [None, bad])
-
-
-def test_max_tokens_0_is_refused_by_vllm_itself(stock: Any) -> None:
-    """So a capture of generated positions never meets it."""
-    from vllm.exceptions import VLLMValidationError
-
-    with pytest.raises(VLLMValidationError, match="max_tokens must be at least 1"):
-        submit(stock, [FRANCE], [Capture("resid_post", positions="all_generated", to=Consumer("log"))], max_tokens=0)
 
 
 @pytest.mark.parametrize("plan", [Steer("resid_post", layers=3, vector=vector()), {"steer": 1}, [], "{}"])

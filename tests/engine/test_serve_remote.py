@@ -29,11 +29,9 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
-from bars import CALLS, counted
 from limits import least
 from oracle import Plain
 from servers import ADMIN, KEYS, Server
-from toy_selector import Around, Every, LastTwo
 
 from midstream import Capture, Patch, Plan, Remote, Span, Steer, open_captures
 from midstream.errors import (
@@ -111,21 +109,6 @@ def test_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) -> No
     assert output.outputs[0].token_ids[0] == expected.logits[-1].argmax().item()
     assert output.prompt_token_ids == plain.ids(FRANCE) and output.finished
     assert output.outputs[0].text == plain.decode(output.outputs[0].token_ids)
-
-
-def test_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> None:
-    """The server has their package, too; also what a run keeps."""
-    plan = [
-        Capture("resid_post", layers=3, positions=Around((0,), (1,))),
-        Capture("mlp_out", layers=3, positions=Every(3)),
-    ]
-    (output,) = model.generate(FRANCE, plan=plan, max_tokens=8, temperature=0.0, ignore_eos=True)
-    sites = plain.run(plain.ids(FRANCE) + plain.generate(FRANCE, 8)[:-1]).sites
-    for key, rows in {("resid_post", 3): [0, 3, 4, 6], ("mlp_out", 3): [5, 8, 11]}.items():
-        assert output.captures.positions[key] == rows
-        close(output.captures[key], sites[key][rows])
-    assert model.record(FRANCE, "resid_post", layers=3, positions=LastTwo(), name="two").positions == (3, 4)
-    model.runs.delete("two")
 
 
 def test_many_prompts_samples_and_log_probabilities(model: Remote, plain: Plain) -> None:
@@ -676,16 +659,3 @@ def test_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> No
         Remote(f"{server.url}/docs", api_key=KEY)
     with pytest.raises(MidstreamError, match="mode is"):
         Remote(server.url, api_key=KEY, mode="fast")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("call", CALLS)
-async def test_a_bar_counts_the_requests_of_a_call(
-    server: Server, call: str, mode: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with Remote(server.url, api_key=KEY, mode=mode, progress=True) as model:
-        for progress, shown in ({}, ["3/3"]), ({"progress": False}, []):
-            running = CALLS[call](model, tmp_path / str(len(shown)), **progress)
-            if mode == "async":
-                await running
-            assert counted(capfd.readouterr().err) == shown

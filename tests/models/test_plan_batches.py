@@ -130,15 +130,6 @@ def test_a_batch_of_plans_ends_at_eos(hf: LanguageModel, plain: Plain) -> None:
     assert len(outputs[1].captures["resid_post", 3]) == 7
 
 
-def test_answers_of_a_batch(hf: LanguageModel, plain: Plain) -> None:
-    prompts = [FRANCE, ITALY, SPAIN]
-    outputs = hf.generate(prompts, plan=Steer("resid_post", layers=2, vector=vector(4)), answers=" Paris", max_tokens=1)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logits = plain.run(prompt, {("resid_post", 2): lambda h: h + vector(4)}).logits[-1]
-        expected = float(logits.log_softmax(-1)[plain.token(" Paris")])
-        assert output.answers[" Paris"] == pytest.approx(expected, abs=1e-3)
-
-
 def test_a_plan_that_makes_infinities_fails_its_own_request(hf: LanguageModel, plain: Plain) -> None:
     plans = [[everything()], [Steer("resid_post", layers=2, vector=vector(1), scale=3e38)], [everything()]]
     with pytest.raises(NotFiniteError) as caught:

@@ -345,11 +345,6 @@ def test_what_cannot_be_done_to_one_prompt_is_said_before_any_runs(hf: LanguageM
     assert not forwards and isinstance(caught.value, ValueError)
 
 
-def test_max_tokens_is_at_least_one(hf: LanguageModel) -> None:
-    with pytest.raises(PlanError, match="max_tokens is 0"):
-        hf.generate(FRANCE, plan=Capture("resid_post", positions="last_prompt"), max_tokens=0)
-
-
 def test_a_vector_that_is_none_is_refused_when_it_is_registered(hf: LanguageModel, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

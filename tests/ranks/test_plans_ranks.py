@@ -18,7 +18,7 @@ from forked import start_ranks
 from oracle import Plain, close, differs
 from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, LAYERS, after_rows, everything, toward_rome, vector
 
-from midstream import VLLM, Capture, Clamp, Patch, Plan, Span, Steer, open_captures
+from midstream import VLLM, Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.capture.directory import StoredCapture
 from midstream.errors import PlanError
 
@@ -126,30 +126,6 @@ def test_sites_that_ranks_have_parts_of_are_edited_whole(model: VLLM, plain: Pla
         close(output.captures[site, layer], sites[site, layer].flatten(1)[:5])
 
 
-def test_every_selector_in_one_batch(model: VLLM, plain: Plain) -> None:
-    """Among them what no row comes of, and what only one stage has."""
-    selectors: list[tuple[Any, list[int]]] = [
-        ("last_prompt", [7]), ("all_prompt", list(range(8))), ("all_generated", [8, 9, 10]), ("all", list(range(11))),
-        (3, [3]), ([-1, 0, 4], [0, 4, 7]), (Span("Tower is"), [2, 3]),
-    ]  # fmt: skip
-    layers = [[0, 6], [0], [7], [3, 4], [6, 1], [5], [2]]
-    plans = [
-        [Capture("resid_post", layers=at, positions=selector)]
-        for (selector, _), at in zip(selectors, layers, strict=True)
-    ]
-    outputs = model.generate([EIFFEL] * len(plans), plan=plans, max_tokens=4, **GREEDY)
-    sites = plain.run(plain.ids(EIFFEL) + plain.generate(EIFFEL, 4)[:-1]).sites
-    for output, (_, rows), at in zip(outputs, selectors, layers, strict=True):
-        assert list(output.captures) == [("resid_post", layer) for layer in sorted(at)]
-        for layer in at:
-            assert output.captures.positions["resid_post", layer] == rows
-            close(output.captures["resid_post", layer], sites["resid_post", layer][rows])
-    (output,) = model.generate(
-        FRANCE, plan=Capture("resid_post", layers=[2, 5], positions="all_generated"), max_tokens=1
-    )
-    assert [rows.shape for rows in output.captures.values()] == [(0, 256)] * 2
-
-
 def test_a_prompt_in_pieces_with_samples(model: VLLM, plain: Plain) -> None:
     """200 tokens make four steps; each sample has rows of its own. (No seed: vLLM 0.32 cannot seed a prompt in pieces on a CPU.)"""
     prompt = (plain.ids(EIFFEL) * 25)[:200]
@@ -208,24 +184,6 @@ def test_recorded_runs_are_sources_at_every_layer(model: VLLM, plain: Plain) -> 
         model.generate(FRANCE, plan=plans[2], max_tokens=1)
 
 
-def test_a_run_of_one_stages_layers(model: VLLM, plain: Plain) -> None:
-    """The other stage has nothing of it, and knows it all the same."""
-    source = plain.run(ITALY).sites
-    for layers in ([1, 2], [6]):
-        run = model.record(ITALY, sites=["resid_post"], layers=layers, positions=[3], name="few")
-        (info,) = model.runs.listing()
-        assert (info.layers, info.bytes) == (tuple(layers), len(layers) * 256 * 4)
-        (output,) = model.generate(
-            FRANCE,
-            plan=[Patch("resid_post", layer=4, position=3, source=run, source_layer=layers[0]), AFTER],
-            max_tokens=2,
-            **GREEDY,
-        )
-        row = source["resid_post", layers[0]][3]
-        check(output, plain, FRANCE, {("resid_post", 4): after_rows([3], lambda h, row=row: row)}, 2)
-    model.runs.delete("few")
-
-
 def test_a_run_patched_into_itself_changes_no_bit(model: VLLM) -> None:
     """Every rank uses the bits that it computed."""
     (before,) = model.generate(FRANCE, plan=AFTER, max_tokens=4, **GREEDY)
@@ -236,19 +194,6 @@ def test_a_run_patched_into_itself_changes_no_bit(model: VLLM) -> None:
     for key, rows in before.captures.items():
         assert torch.equal(output.captures[key], rows), key
     model.runs.delete("self")
-
-
-def test_named_vectors_are_on_every_rank(model: VLLM, plain: Plain) -> None:
-    v = toward_rome(plain)
-    model.vectors["truth"] = v
-    plans = [[Steer("resid_post", layers=[2, 5], vector="truth", scale=scale), AFTER] for scale in (0.0, 0.5, 1.0)]
-    for output, scale in zip(
-        model.generate([FRANCE] * 3, plan=plans, max_tokens=3, **GREEDY), (0.0, 0.5, 1.0), strict=True
-    ):
-        check(output, plain, FRANCE, {("resid_post", layer): lambda h, s=scale: h + s * v for layer in (2, 5)}, 3)
-    del model.vectors["truth"]
-    with pytest.raises(PlanError, match="'truth'"):
-        model.generate(FRANCE, plan=plans[1], max_tokens=1)
 
 
 # ----------------------------------------------------------------------------------------------- past the client's wrapper

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.engine
 
 EIFFEL = "The Eiffel Tower is in the city of"
 PARIS = "The capital of France is"
-ROME = "The capital of Italy is"
 LAYER = 3
 
 
@@ -209,48 +208,6 @@ def test_writes_to_modules_are_cut(tp2: VLLM, plain: Plain) -> None:
     for body, logits in zip([change_fused, replace_gate_up, change_row_input, change_embedding], expected, strict=True):
         differs(logits[-1:], plainly, by=1e-3)
         close(tp2.run(body, EIFFEL, temperature=0.0), logits[-1:])
-
-
-def test_each_invoke_of_a_batch_has_its_own_rows(tp2: VLLM, plain: Plain) -> None:
-    """Several bodies at one point share a gather; one of them writes."""
-    prompts = [EIFFEL, PARIS, ROME]
-    with tp2.trace(temperature=0.0) as tracer:
-        zs, acts, logits = list().save(), list().save(), list().save()
-        for number, prompt in enumerate(prompts):
-            with tracer.invoke(prompt):
-                z = tp2.attn_z[LAYER]
-                if number == 1:
-                    z[:, 0] = 0
-                zs.append(z.clone())
-                acts.append(tp2.model.layers[LAYER].mlp.act_fn.output.clone())
-                logits.append(tp2.logits.clone())
-
-    def cut_head(value: torch.Tensor) -> torch.Tensor:
-        value.unflatten(-1, (plain.heads, -1))[:, 0] = 0
-        return value
-
-    for number, prompt in enumerate(prompts):
-        ran = plain.run(prompt, {("attn_z", LAYER): cut_head} if number == 1 else None)
-        close(zs[number], ran.sites["attn_z", LAYER])
-        close(acts[number], ran.sites["mlp_act", LAYER])
-        close(logits[number], ran.logits[-1:])
-
-
-def test_over_many_tokens(tp2: VLLM, plain: Plain) -> None:
-    """A head is cut in every step of a generation."""
-
-    def cut_head(value: torch.Tensor) -> torch.Tensor:
-        value.unflatten(-1, (plain.heads, -1))[:, 1] = 0
-        return value
-
-    with tp2.trace(EIFFEL, max_tokens=5, temperature=0.0, ignore_eos=True) as tracer:
-        tokens, shapes = list().save(), list().save()
-        for _ in tracer.iter[:]:
-            tp2.attn_z[LAYER][:, 1] = 0
-            shapes.append(tuple(tp2.mlp_act[LAYER].shape))
-            tokens.append(int(tp2.samples))
-    assert tokens == plain.generate(EIFFEL, 5, {("attn_z", LAYER): cut_head})
-    assert [shape[0] for shape in shapes[1:]] == [1] * 4
 
 
 def test_modules_are_applied_to_whole_values(tp2: VLLM, plain: Plain) -> None:
