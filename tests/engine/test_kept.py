@@ -5,8 +5,6 @@ Rows L2, L3, L4.
 
 from __future__ import annotations
 
-import importlib.util
-import random
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -19,7 +17,6 @@ from plain_forward import PlainForward
 import midstream
 from midstream import Capture, Steer, demo_model
 from midstream.errors import MidstreamError
-from midstream.sites import LAYER_SITES
 from midstream.vllm import model as vllm
 
 if TYPE_CHECKING:
@@ -31,13 +28,7 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = ["The capital of France is", "The Eiffel Tower is in the city of", "One two three"]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-BODIES, STEPS = 80, 5
-ONLY_PROMPT = 4  # so many of the templates read in the prompt's step alone; the engine runs those of them that keep the whole prompt
-SITES = [
-    "layers_output",
-    "mlps_input",
-    *(site for site in LAYER_SITES if site != "attn_z"),
-]  # which has an axis of heads
+STEPS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -55,48 +46,6 @@ def traced_steps(engine: VLLM) -> int:
     return engine.gauges()[0]["traced_steps"]
 
 
-def body(seed: int) -> str:
-    """The source of a random function that keeps rows of one site, of a whole step or the last ones."""
-    rng = random.Random(seed)
-    template = rng.randrange(13)
-    site, row = rng.choice(SITES), rng.choice(["[-1]", "[-1:]", *([""] if template >= ONLY_PROMPT else [])])
-    layers = rng.choice(["range(8)", "range(2, LAST)", "(0, 3, 7)", "LAYERS", "range(model.num_layers - 2)", "[-3]"])
-    steps = rng.choice(
-        ["tracer.iter[:]", "tracer.all()", "tracer.iter[1:]", "tracer.iter[0:4:2]", "tracer.iter[[0, 2]]"]
-    )
-    read = f"model.{site}[{{}}]{row}{rng.choice(['', '', '.clone()', '.cpu()'])}"
-    kept = rng.choice(["{}", "{}", "save({})", "midstream.save({})"]).format(read)
-    some, one = kept.format("layer"), kept.format(rng.choice(["2", "-1", "LAST", "LAST - 1"]))
-    return "\n".join([f"def body_{seed}(model, tracer):", *(f"    {line}" for line in [
-        [f"return {one}"],
-        [f"return [{some} for layer in {layers}]"],
-        [f"return {{layer: {some} for layer in {layers}}}"],
-        [f"h = model.{site}[2]", f"return h{row}"],
-        [f"return [{one} for _ in {steps}]"],
-        [f"return [[{some} for layer in {layers}] for step in {steps}]"],
-        [f"return [{some} for step in {steps} for layer in {layers}]"],
-        [f"return {{step: {one} for step in {steps}}}"],
-        ["found = []", f"for step in {steps}:", f"    found.append({one})", "return found"],
-        ["found = {}", f"for step in {steps}:", f"    found[step] = [{some} for layer in {layers}]", "return found, 1"],
-        ["found = list()", f"for step in {steps}:", f"    for layer in {layers}:", f"        h = {some}",
-         "        found.append((step, layer, h))", "return found"],
-        ["found = []", f"for step in {steps}:", f"    h = model.{site}[2]", f"    found.append(h{row})", "return found"],
-        [f"first = {one}", f"return (first, [{one} for _ in tracer.iter[1:]])"],
-    ][template])])  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def bodies(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    head = "import midstream\nfrom midstream import save\n\nLAST, LAYERS = 5, (1, 4)\n"
-    path = tmp_path_factory.mktemp("bodies") / "random_kept_bodies.py"
-    path.write_text("\n\n\n".join([head, *(body(seed) for seed in range(BODIES))]))
-    spec = importlib.util.spec_from_file_location("random_kept_bodies", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return [getattr(module, f"body_{seed}") for seed in range(BODIES)]
-
-
 def same(mine: Any, theirs: Any) -> bool:
     """Bit for bit."""
     if isinstance(mine, torch.Tensor):
@@ -106,18 +55,6 @@ def same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, (list, tuple)):
         return type(mine) is type(theirs) and len(mine) == len(theirs) and all(map(same, mine, theirs))
     return bool(mine == theirs)
-
-
-def test_random_bodies_that_keep_rows_give_the_same_as_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
-    """Seen failing with rows one step late, and with the last row of the prompt where the whole prompt is kept."""
-    for fn in bodies:
-        with in_the_forward():
-            expected = engine.run(fn, PROMPTS, max_tokens=STEPS, **GREEDY)
-        before = traced_steps(engine)
-        found = engine.run(fn, PROMPTS, max_tokens=STEPS, **GREEDY)
-        assert traced_steps(engine) == before, fn.__name__  # the engine has run no code
-        assert same(found, expected), fn.__name__
-    assert not any(alive(engine))
 
 
 def test_rows_are_those_of_the_model(engine: VLLM, plain: Plain) -> None:

@@ -17,7 +17,6 @@ from toy_selector import Around, Every
 
 from midstream import VLLM, Capture, Clamp, Patch, Span, Steer
 from midstream.runtime.plan_host import PlanHost
-from midstream.settings import BUILDABLE
 
 pytestmark = pytest.mark.engine
 
@@ -26,9 +25,6 @@ ITALY = "The capital of Italy is"
 EIFFEL = "The Eiffel Tower is in the city of"  # 8 tokens
 HIDDEN, LAYERS, CHUNK = 256, 8, 64
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "logprobs": 5}
-# What `Plain` is to change where a site is none of its own: attention's output is what moves the stream before the MLP.
-ORACLE_SITE = {"resid_mid": "attn_out"}
-SITES = ["resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "attn_z", "mlp_in", "mlp_act", "mlp_out"]
 
 
 @pytest.fixture(params=["engine", "compiled"])
@@ -67,26 +63,6 @@ def counted(model: VLLM, name: str) -> int:
 
 
 # ------------------------------------------------------------------------------------------------- row D1, and D3's sites
-
-
-@pytest.mark.parametrize("site", SITES)
-def test_every_site_on_a_compiled_engine_and_its_neighbours(compiled: VLLM, plain: Plain, site: str) -> None:
-    """In the graphs or off them; the neighbour's greedy tokens are its own all the same."""
-    width = plain.run(FRANCE).sites[site, 3].flatten(1).shape[1]
-    v = vector(1, 6.0, width)
-    off_graph = counted(compiled, "off_graph_steps")
-    steered, neighbour = compiled.generate(
-        [FRANCE, EIFFEL],
-        plan=[[Steer(site, layers=3, vector=v), Capture(site, layers=3, positions="all", when="after")], None],
-        max_tokens=5, **GREEDY,
-    )  # fmt: skip
-    edits = {(ORACLE_SITE.get(site, site), 3): lambda h: h + v}
-    ids = plain.generate(FRANCE, 5, edits)
-    assert tokens(steered) == ids
-    sites = plain.run(plain.ids(FRANCE) + ids[:-1], edits).sites
-    close(steered.captures[site, 3], sites[site, 3].flatten(1))
-    assert tokens(neighbour) == plain.generate(EIFFEL, 5)
-    assert counted(compiled, "off_graph_steps") - off_graph == (0 if site in BUILDABLE else 5)
 
 
 PLACES = [

@@ -76,7 +76,7 @@ def until(condition: Any, seconds: float = 40.0) -> None:
 
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False))
+        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False, is_forked=False))
         streams = [Stream(server) for _ in range(4)]
         stack.enter_context(half_sent(server))
         server.process.send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
     ("killed", "flags"),
     [
         pytest.param("EngineCore", (), id="engine"),
-        pytest.param("Worker", (), id="worker"),
+        pytest.param("Worker", (), id="worker", marks=pytest.mark.matrix),
         pytest.param("Worker_TP1", TWO_RANKS, id="one worker of two", marks=pytest.mark.matrix),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
     tmp_path: Path, killed: str, flags: tuple[str, ...]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(tmp_path, *flags, stock=False))
+        server = stack.enter_context(serving(tmp_path, *flags, stock=False, is_forked=False))
         if killed == "EngineCore":
             stack.enter_context(half_sent(server))
         (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]

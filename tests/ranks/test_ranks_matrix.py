@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Two stages of two ranks have all that either has alone. Saves, errors and plans have tests of their own on several ranks, in
 # test_pipeline.py, test_tensor_parallel.py and test_plans_ranks.py.
 CASES = [(sizes, suite) for sizes in ranks.SIZES for suite in ranks.SUITES]
-ALWAYS = [("pp2tp2", "steps"), ("pp2tp2", "behind")]
+ALWAYS = [("pp2tp2", "shared engine")]
 
 
 @pytest.mark.parametrize(

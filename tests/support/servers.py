@@ -116,22 +116,36 @@ def _read(body: bytes) -> Any:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *flags: str, stock: bool = True, **environment: str) -> Iterator[Server]:
+def serving(
+    directory: Path, *flags: str, stock: bool = True, is_forked: bool = True, **environment: str
+) -> Iterator[Server]:
     """A server that is up. Its log lies in the directory.
 
     `stock`: vLLM's own program with midstream's worker and scheduler, and without its routes; else `midstream serve`.
+    `is_forked`: the engine is forked from the server, which starts in half the time; else as users have it.
     """
     if stock:
         own = engine_arguments()
-        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model())]
+        start = ["vllm.entrypoints.openai.api_server", "--model", str(demo_model())]
         start += ["--worker-cls", own["worker_cls"], "--scheduler-cls", own["scheduler_cls"]]
         start += ["--additional-config", json.dumps(own["additional_config"])]
     else:
-        start = ["-m", "midstream.cli", "serve", str(demo_model())]
+        start = ["midstream.cli", "serve", str(demo_model())]
+    program = ["-c", _FORKED] if is_forked else ["-m"]
     port = _free_port()
-    with _running(directory, port, [*start, *_flags(port), *flags], environment) as server:
+    with _running(directory, port, [*program, *start, *_flags(port), *flags], environment) as server:
         yield server
 
+
+_FORKED = """
+import runpy, sys
+
+from forked import forked
+
+del sys.argv[0]
+with forked(server=False):
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 # vLLM's program does not start with its CPU build, which has a distribution of another name.
 _VLLM = """
