@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from engines import start
@@ -23,7 +22,7 @@ from midstream.errors import EngineClosedError, InterventionError, InterventionE
 from midstream.vllm import stream as vllm_stream
 
 if TYPE_CHECKING:
-    from midstream import VLLM, LanguageModel
+    from midstream import VLLM
 
 pytestmark = pytest.mark.engine
 
@@ -94,18 +93,6 @@ async def a_clean_trace_runs(model: VLLM, plain: Plain) -> None:
 # Sweeps (rows H1 and H7).
 
 PAIR = (FRANCE, "The capital of Italy is", " Paris", " Rome")
-
-
-def test_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
-    async def swept() -> Any:
-        result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
-        cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
-        return result, cells
-
-    result, cells = drive(swept())
-    for site, values in hf.sweep(*PAIR, sites=["resid_post", "mlp_out"]).values.items():
-        np.testing.assert_allclose(result.values[site], values, rtol=1e-3, atol=2e-3)
-    assert len(cells) == 40
 
 
 def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
@@ -251,47 +238,6 @@ def test_collect_is_awaited_and_runs_what_is_missing(
     assert f"1 of 3 prompts are in {tmp_path} already" in caplog.text
 
 
-def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Plain) -> None:
-    async def main() -> None:
-        with model.edit("nothing", inplace=True):
-            model.layers_output[2] = torch.zeros_like(model.layers_output[2])
-        try:
-            (edited,) = await model.generate(FRANCE, max_tokens=3, **GREEDY)
-        finally:
-            model.clear_edits()
-        expected = plain.generate(FRANCE, 3, {("resid_post", 2): torch.zeros_like})
-        assert list(edited.outputs[0].token_ids) == expected != plain.generate(FRANCE, 3)
-
-    drive(main())
-
-
-def test_a_chat_is_a_prompt(model: VLLM, drive: Drive, plain: Plain) -> None:
-    """The demo model's chat template joins the messages' contents."""
-    chat = [{"role": "user", "content": FRANCE}]
-
-    async def main() -> None:
-        outputs = await model.generate([chat, EIFFEL], plan=Capture("resid_post", layers=3), max_tokens=2, **GREEDY)
-        assert [list(output.prompt_token_ids) for output in outputs] == [plain.ids(FRANCE), plain.ids(EIFFEL)]
-        with model.trace(chat) as tracer:
-            kept = model.layers_output[2].save()  # noqa: F841
-        output = await tracer.backend
-        close(output.saves["kept"], plain.run(FRANCE).sites["resid_post", 2])
-        run = await model.record(chat, "resid_post", layers=[3])
-        assert list(run.prompt_token_ids) == plain.ids(FRANCE)
-        await model.runs.delete(run.name)
-        result = await model.sweep(
-            chat,
-            [{"role": "user", "content": "The capital of Italy is"}],
-            " Paris",
-            " Rome",
-            layers=[3],
-            positions=[-1],
-        )
-        assert "".join(result.outline.pairs[0].clean) == FRANCE
-
-    drive(main())
-
-
 # Errors (A3).
 
 
@@ -332,16 +278,6 @@ def test_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Plain)
         await a_clean_trace_runs(model, plain)
 
     drive(main())
-
-
-def test_what_is_not_saved_of_the_callers_containers_is_told_of(model: VLLM, drive: Drive) -> None:
-    """At the end of the outputs, with the line of the trace. Seen empty in silence."""
-    found: list[Any] = []
-    with model.trace(FRANCE, temperature=0.0) as tracer:
-        found.append(model.layers_output[3])
-    with pytest.warns(UserWarning, match="put values into found and did not save") as told:
-        drive(tracer.backend)
-    assert found == [] and told[0].filename == __file__
 
 
 def test_outputs_come_by_once(model: VLLM, drive: Drive) -> None:
@@ -418,26 +354,6 @@ def test_aborting_before_a_request_has_begun_leaves_nothing(model: VLLM, drive: 
 
 
 # Others on the engine.
-
-
-def test_untraced_requests_beside_a_trace_are_unchanged(model: VLLM, drive: Drive) -> None:
-    async def main() -> None:
-        prompts = [FRANCE, EIFFEL, "Madison Square Garden is located in the city of"]
-        alone = await model.generate(prompts, max_tokens=30, **GREEDY)
-        before = await steps(model)
-        with model.trace(FRANCE, max_tokens=30, **GREEDY) as tracer:
-            for _ in tracer.iter[:]:
-                h = model.layers_output[3]
-                model.layers_output[3] = h - h.mean(0)  # in the forward
-        traced, beside = await asyncio.gather(tracer.backend, model.generate(prompts, max_tokens=30, **GREEDY))
-        assert [o.outputs[0].token_ids for o in beside] == [o.outputs[0].token_ids for o in alone]
-        assert [o.outputs[0].text for o in beside] == [o.outputs[0].text for o in alone]
-        assert traced.outputs[0].text != alone[0].outputs[0].text
-        assert await steps(model) - before == 30
-        again = await model.generate(prompts, max_tokens=30, **GREEDY)
-        assert [o.outputs[0].text for o in again] == [o.outputs[0].text for o in alone]
-
-    drive(main())
 
 
 @pytest.mark.parametrize("kind", ["FINAL_ONLY", "CUMULATIVE", "DELTA"])

@@ -357,13 +357,6 @@ AT_THE_FRONT = {
     "no plan": ({"steer": 1}, "interventions"),
     "not JSON": ("{", "JSON"),
     "a number": (3, "3"),
-    "unknown site": ({"version": 1, "interventions": [{"kind": "steer", "site": "nowhere"}]}, "nowhere|version|kind"),
-    "missing layer": (Steer("resid_post", layers=8, vector=vector()), r"layers is 8; allowed: 0 to 7"),
-    "missing layer of another site": (Steer("attn_z", layers=[3, 99], vector=vector()), r"layers is 99; allowed: 0 to 7"),
-    "wrong width": (Steer("resid_post", layers=3, vector=vector(width=3)), r"width 3; allowed: 256"),
-    "wrong width of a mask": (Patch("resid_mid", layer=3, position=0, source="zeros", mask=[1.0]), r"mask.*1.*256"),
-    "past the prompt": (Patch("resid_post", layer=3, position=5, source="zeros"), r"position.*5.*prompt"),
-    "captured past the prompt": (Capture("mlp_out", positions=[0, 7], to=Consumer("log")), r"positions.*7.*prompt"),
     "a span, without a tokenizer": (Patch("resid_post", layer=3, position=Span("France"), source="zeros"), "Span|span"),
     "rows for nobody": (Capture("resid_post"), r"Capture\.to is None.*directory or a Consumer"),
     "a callable": (Capture("resid_post", to=print), "callable.*cannot be sent"),
@@ -422,31 +415,6 @@ def test_plain_requests_are_those_of_an_engine_without_midstream(stock: Any, bar
     assert [values(output) for output in submit(stock, prompts, [None] * 3)] == expected
     mixed = submit(stock, prompts, [None, Steer("resid_post", vector=vector()), None])
     assert [values(mixed[0]), values(mixed[2])] == [expected[0], expected[2]] and values(mixed[1]) != expected[1]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Patch("resid_post", layer=3, position=1, source="zeros"),
-        Capture("resid_post", positions=[0, -1], to=Consumer("log")),
-    ],
-)
-def test_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any) -> None:
-    """At the admission of requests, which sees from vLLM's `mm_features` what a prompt has beside text."""
-    from vllm import SamplingParams
-
-    config = stock.llm_engine.vllm_config
-
-    def admitted(intervention: Any, features: Any) -> Any:
-        params = SamplingParams(max_tokens=3, extra_args={"midstream": intervention})
-        request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=features)
-        return admission.admitted(config, Settings.of(config), request)
-
-    with pytest.raises(PlanError, match="multimodal"):
-        admitted(plan, [object()])
-    assert "plan" in admitted(plan, None)
-    assert "plan" in admitted(Steer("resid_post", vector=vector()), [object()])  # has no positions
-    assert "plan" in admitted(Capture("resid_post", positions="last_prompt", to=Consumer("log")), [object()])
 
 
 def test_a_prompt_without_tokens_is_refused(stock: Any) -> None:

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream import Remote, demo_model
 from midstream import save as save_value
-from midstream.errors import NeverReachedError, PlanError, TracesNotAllowedError
+from midstream.errors import PlanError, TracesNotAllowedError
 
 pytestmark = pytest.mark.engine
 
@@ -161,17 +161,6 @@ def test_a_plan_may_be_written_in_other_ways(client: openai.OpenAI, reference: R
     assert complete(client, FRANCE, {"ignore_eos": True, **bodies[form]}).choices[0].text == reference.text(
         FRANCE, steered
     )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_packed_vector_is_the_listed_one(client: openai.OpenAI, dtype: str) -> None:
-    tensor = torch.as_tensor(VECTOR).to(getattr(torch, dtype))
-    data = base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode()
-    packed = {**STEER, "vector": {"data": data, "dtype": dtype, "shape": [HIDDEN]}}
-    listed = {**STEER, "vector": tensor.float().tolist()}
-    texts = [complete(client, TOWER, field(each), logprobs=2) for each in (packed, listed)]
-    assert texts[0].choices[0].text == texts[1].choices[0].text
-    assert texts[0].choices[0].logprobs == texts[1].choices[0].logprobs
 
 
 def test_several_prompts_and_choices(client: openai.OpenAI, reference: Reference) -> None:
@@ -880,27 +869,6 @@ def test_a_trace_that_is_a_program_stands_beside_the_engine_wide_plan_or_is_refu
     finally:
         assert server.ask("DELETE", "/v1/midstream/plan", admin=ADMIN)[0] == 200
     assert list(output.outputs[0].token_ids) == PlainForward(demo_model()).run(both, FRANCE, 4).tokens
-
-
-def test_a_request_that_ends_early_has_its_own_steps(server: Server) -> None:
-    """With a stop token, of eight steps. Code that asks for a later one raises as it would in the forward."""
-
-    def scores(model: Any, tracer: Any) -> Any:
-        return [model.layers_output[3][-1].norm() for _ in tracer.iter[:]]
-
-    def late(model: Any, tracer: Any) -> None:
-        for _ in tracer.iter[:8]:
-            model.layers_output[3] *= 0.5
-        _ = model.layers_output[4]
-
-    with Remote(server.url) as model:
-        tokens = model.generate([FRANCE], max_tokens=8, temperature=0.0)[0].outputs[0].token_ids
-        count = next(i for i in range(1, 5) if tokens[i] not in tokens[:i]) + 1
-        stopped = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": [tokens[count - 1]]}
-        assert len(model.run(scores, FRANCE, **stopped)) == count
-        assert len(model.run(scores, FRANCE, max_tokens=8, temperature=0.0)) == len(tokens)
-        with pytest.raises(NeverReachedError):
-            model.run(late, FRANCE, **stopped)
 
 
 def test_metrics_have_the_gauges_in_prometheus_form(server: Server, client: openai.OpenAI) -> None:

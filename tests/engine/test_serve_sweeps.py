@@ -74,19 +74,6 @@ def test_a_sweep_streams_its_start_cells_and_summary(server: Server, hf: Languag
     assert let_go(server)
 
 
-def test_prompts_may_be_chats(server: Server, hf: LanguageModel) -> None:
-    """As on every model; the chat template is applied on the server."""
-    clean, corrupt = ([{"role": "user", "content": text}] for text in (CLEAN, CORRUPT))
-    asked = {**ASKED, "clean": clean, "corrupt": corrupt, "layers": [3]}
-    outline, *others = (event for _, event in events_of(server, asked))
-    expected = hf.sweep(**asked)
-    (pair,) = outline["pairs"]
-    (same,) = expected.outline.pairs
-    assert [pair["clean"], pair["corrupt"]] == [same.clean, same.corrupt]
-    values = [event["value"] for event in others if event["event"] == "cell"]
-    np.testing.assert_allclose(sorted(values), np.sort(expected.values["resid_post"].ravel()), rtol=1e-3, atol=2e-3)
-
-
 @pytest.mark.parametrize(
     ("changed", "field", "text"),
     [

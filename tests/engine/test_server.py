@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import itertools
 import json
@@ -92,45 +91,6 @@ def test_what_only_the_engines_own_side_may_say_is_refused_on_every_route(server
             for status, body in attempts(server, form):
                 assert status == 400 and "who sends this plan may not" in json.dumps(body), (form, body)
     assert not target.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("record", ["anybodys-id", "name"]),
-        ("capture", ["id", 0]),
-        ("checked", True),
-        ("num_layers", 8),
-        ("trace", {"trace": "a", "index": 0, "size": 1, "bodies": 1, "together": False, "graph_sites": False, "programs": None}),
-        ("trace", {"programs": base64.b64encode(b"cos\nsystem\n(S'true'\ntR.").decode()}),
-        ("anything", 1),
-    ],
-)  # fmt: skip
-def test_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str, value: Any) -> None:
-    text = Plan.of(Capture("resid_post")).to_json()
-    for envelope in ({name: value}, {"plan": text, name: value}, {"plan": json.loads(text), name: value}):
-        status, body = server.generate(IDS, extra_args={"midstream": envelope})
-        assert status == 400, (envelope, body)
-    status, body = server.complete(
-        FRANCE, vllm_xargs={"midstream": json.dumps({"plan": json.loads(text), name: value})}
-    )
-    assert status == 400, body
-    assert server.rpc("midstream_list_runs") == [[]]
-
-
-def test_a_misspelt_key_is_an_error(server: Server) -> None:
-    text = Plan.of(Steer("resid_post", layers=3, vector=[1.0] * HIDDEN)).to_json()
-    status, body = server.complete(FRANCE, vllm_xargs={"midstraem": text})
-    assert status == 400 and "did you mean 'midstream'" in json.dumps(body)
-
-
-def test_an_overflow_harms_no_other_client(server: Server) -> None:
-    before = plain(server)
-    plan = Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)
-    for _ in range(4):
-        status, _ = server.complete([FRANCE] * 4, vllm_xargs={"midstream": Plan.of(plan).to_json()})
-        assert status >= 400
-        assert plain(server) == before
 
 
 # -------------------------------------------------------------------------------------------------------------- size
@@ -243,52 +203,6 @@ def gate(width: int = HIDDEN, is_read: bool = False) -> Program:
 def sum_with(width: int) -> Program:
     """`h + early`"""
     return program(("add.Tensor", (INPUT, Ref(-2))), width=width, inputs=(width,))
-
-
-def test_what_is_no_program_is_refused(server: Server) -> None:
-    """With the operation, and the line of code if the program says it."""
-
-    def sent(steps: Any = None, **changes: Any) -> Any:
-        plan = json.loads(Plan.of(Apply("resid_post", layers=[3], program=gate())).to_json())
-        ((_, given),) = plan["programs"].items()
-        changed = {**given, **changes}
-        if steps is not None:
-            changed |= {"steps": steps, "result": {"step": len(steps) - 1}}
-        made = redigested({"x": changed}, plan["constants"])
-        plan["programs"], plan["interventions"][0]["program"] = made, {"program": next(iter(made))}
-        return plan
-
-    given = {"input": True}
-    huge = {
-        "dtype": "float32",
-        "shape": [64, HIDDEN],
-        "data": base64.b64encode(np.full(64 * HIDDEN, np.inf, "f4")).decode(),
-    }
-    not_finite = sent()
-    not_finite["constants"] = dict.fromkeys(not_finite["constants"], huge)
-    wide = json.loads(Plan.of(Apply("resid_post", layers=[3], program=gate(64))).to_json())
-    for plan, said in (
-        (
-            sent([["system.default", ["rm"], {}, 7]]),
-            "system.default (line 7) is not an operation that programs may have",
-        ),
-        (sent([["sum.default", [given], {}, 7]]), "sum.default (line 7) is not"),
-        (sent([["sum.dim_IntList", [given, [0]], {}, 7]]), "line 7"),
-        (sent([["neg.default", [{"step": 0}], {}, 0]]), "neg.default"),
-        (sent([["neg.default", [given], {}, 0]] * 257), "256"),
-        (
-            sent(
-                [["cat.default", [[given] * 200, 1], {}, 0]] * 24
-                + [["slice.Tensor", [{"step": 23}, 1, 0, HIDDEN], {}, 0]]
-            ),
-            "numbers",
-        ),
-        (sent(width=0), "width"),
-        (wide, "of width 64; allowed: 256"),
-        (not_finite, "finite"),
-    ):
-        status, body = server.complete(FRANCE, vllm_xargs={"midstream": json.dumps(plan)})
-        assert status == 400 and said in body["error"]["message"], (said, status, body)
 
 
 def test_a_program_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:

@@ -299,19 +299,6 @@ def test_a_name_that_several_invokes_save_is_a_list_of_its_values(model, plain):
     close(alone, plain.run(PARIS).sites["resid_post", 1])
 
 
-def test_lists_that_invokes_share_stay_one_list(model):
-    mine = []
-    with model.trace() as tracer:
-        shared = [].save()
-        for prompt in (PARIS, EIFFEL):
-            with tracer.invoke(prompt):
-                shared.append(model.logits.argmax().item())
-                mine.append(model.samples.save())
-                own = [].save()
-                own.append(1)
-    assert len(shared) == len(mine) == 2 and own == [[1], [1]]
-
-
 # ----------------------------------------------------------------------------------------------------------- edits (J6)
 
 
@@ -357,50 +344,12 @@ def test_views_of_views_stack(model, plain, push):
     close(one, plain.run(EIFFEL, edit).logits[-1:])
 
 
-def test_inplace_edits_the_model_itself(model, plain, push):
-    vector, edit = push
-    try:
-        with model.edit(inplace=True) as tracer:
-            for _ in tracer.iter[:]:
-                model.layers_output[4] += vector
-        assert generated(model.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4, edit)
-        with model.edit(inplace=True):
-            model.mlps_output[6] *= 0.25
-        with model.trace(EIFFEL):
-            both = model.logits.save()
-    finally:
-        model.clear_edits()
-    close(both, plain.run(EIFFEL, {**edit, ("mlp_out", 6): lambda h: h * 0.25}).logits[-1:])
-    assert generated(model.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4)
-
-
 def test_an_edit_that_nobody_could_use_is_refused(model):
     with pytest.raises(TraceError, match=r"with model.edit\(\) as edited:.*inplace=True"), model.edit():
         model.layers_output[4] += 1.0
     with pytest.raises(TraceError, match="plain name; it is a, b"), model.trace(PARIS) as (a, b):  # noqa: RUF059
         pass
     assert not model.edits
-
-
-def test_the_pair_of_an_edit_has_its_tracer(hf, plain, push):
-    vector, edit = push
-    with hf.edit() as (tracer, edited):
-        for _ in tracer.all():
-            edited.layers_output[4] += vector
-    assert not hf.edits
-    assert generated(edited.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4, edit)
-    edited.clear()
-    assert generated(edited.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4)
-
-
-def test_on_vllm_the_pair_edits_the_engines_model_until_it_is_cleared(engine, plain, push):
-    vector, edit = push
-    with engine.edit() as (tracer, installed):
-        for _ in tracer.all():
-            engine.layers_output[4] += vector
-    assert generated(engine.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4, edit)
-    installed.clear()
-    assert generated(engine.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4) and not engine.edits
 
 
 def test_async_with_is_refused(model):
@@ -544,17 +493,6 @@ def test_the_tree_can_be_walked_outside_of_a_trace(model, plain):
         layers[8]
 
 
-def test_modules_and_sources_are_printed(model, plain):
-    layer = model.model.layers[0]
-    text = repr(layer)
-    assert all(name in text for name in ("self_attn", "mlp", "down_proj", "input_layernorm"))
-    source = str(layer.source)
-    assert "def forward(" in source and "self_mlp_0" in source and "self_mlp_0" in dir(layer.source)
-    with model.trace(PARIS):  # nothing is left of it on the model
-        hidden = model.layers_output[0].save()
-    close(hidden, plain.run(PARIS).sites["resid_post", 0])
-
-
 def test_weights_are_read_outside_of_a_trace(model, plain):
     expected = plain.model.model.layers[2].post_attention_layernorm
     module = model.model.layers[2].post_attention_layernorm
@@ -576,11 +514,6 @@ def test_reading_weights_leaves_edits_and_plans_alone(engine):
     with engine.edit() as edited:
         engine.layers_output[4] += float("nan")
     assert edited.model.norm.weight.isfinite().all() and len(edited.edits) == 1
-
-
-def test_config_is_the_transformers_configuration(model, plain):
-    assert model.config.num_hidden_layers == plain.model.config.num_hidden_layers
-    assert type(model.config).__name__ == "LlamaConfig"
 
 
 def test_a_tree_of_other_names_says_where_the_layers_are(model):
@@ -869,12 +802,6 @@ def test_errors_in_a_session_come_out(model):
         with model.trace(PARIS):
             hidden = model.layers_output[3].save()
         _ = hidden, 1 / 0
-
-
-def test_a_scan_has_the_shapes(model):
-    with model.scan(PARIS):
-        shape = model.layers_output[3].shape.save()
-    assert tuple(shape) == (5, 256)
 
 
 def collect_all(model, layers):

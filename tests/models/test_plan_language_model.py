@@ -168,20 +168,6 @@ def test_plans_of_padded_invokes_are_by_position_and_stay_with_their_invoke(hf: 
     close(third.captures["resid_mid", 3], ran.sites["resid_mid", 3])
 
 
-def test_rows_end_with_the_request_and_not_with_the_batch(hf: LanguageModel, plain: Plain) -> None:
-    """One invoke stops early; the batch goes on with it as dead weight."""
-    stop = plain.generate(FRANCE, 6)[1]  # the second token of the first prompt
-    assert stop not in plain.generate(ITALY, 6)[:1]
-    with hf.trace(plan=everything(), max_tokens=6, stop_token_ids=[stop], **GREEDY) as tracer:
-        for prompt in (FRANCE, "The river runs from the mountains to"):
-            with tracer.invoke(prompt):
-                pass
-    first, second = tracer.outputs
-    assert len(first.token_ids) == 2
-    assert first.captures.positions["resid_post", 0] == list(range(6))
-    assert len(second.captures.positions["resid_post", 0]) == len(second.prompt_token_ids) + len(second.token_ids) - 1
-
-
 def test_a_plan_and_gradients(hf: LanguageModel, plain: Plain) -> None:
     """The gradient is that of the steered model."""
     v = vector(1)
@@ -365,14 +351,6 @@ def test_a_vector_that_is_none_is_refused_when_it_is_registered(hf: LanguageMode
             hf.generate(FRANCE, plan=Steer("resid_post", vector="thruth"), max_tokens=1)
     finally:
         del hf.vectors["truth"]
-
-
-def test_positions_in_a_multimodal_prompt_are_refused(hf: LanguageModel) -> None:
-    prompt = {"prompt": FRANCE, "multi_modal_data": {"image": object()}}
-    with pytest.raises(PlanError, match="multimodal"):
-        hf.generate([prompt], plan=Patch("resid_post", layer=1, position=2, source="zeros"), max_tokens=1)
-    with pytest.raises(PromptError, match="images"):
-        hf.generate([prompt], plan=Steer("resid_post", vector=vector()), max_tokens=1)
 
 
 def test_spans_in_prompts_of_token_ids(hf: LanguageModel, plain: Plain) -> None:

@@ -330,6 +330,7 @@ def test_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
     assert len(set(drawn)) == 8
 
 
+@pytest.mark.matrix  # test_pipeline.py has the same on two stages
 def test_nothing_grows(tp2: VLLM) -> None:
     """200 requests that read sharded sites whole."""
 
