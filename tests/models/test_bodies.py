@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import functools
 import traceback
-import warnings
 
 import pytest
 import torch
@@ -337,28 +336,7 @@ def test_a_value_that_cannot_be_read_again_is_said(engine, plain):
     check_clean_trace(engine, plain)
 
 
-def test_a_sparse_tensor_is_saved(hf, plain):
-    with hf.trace(PARIS, temperature=0.0):
-        sparse = hf.layers_output[1].to_sparse().save()
-    close(sparse.to_dense(), plain.run(PARIS).sites["resid_post", 1])
-
-
 # ------------------------------------------------------------------------------------------------------ what users are told
-
-
-def test_what_stays_in_the_engine_is_named(engine):
-    found, total = [], torch.zeros(2)
-    with pytest.warns(UserWarning, match=r"put values into found, total and did not save") as told:
-        with engine.trace(PARIS, temperature=0.0):
-            found.append(engine.layers_output[2].norm())
-            total[0] = engine.layers_output[2].norm()
-            logits = engine.logits.save()
-    assert found == [] and logits.shape[0] == 1 and len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with engine.trace(PARIS, temperature=0.0):
-            found.append(engine.layers_output[2].norm().save())
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize("call", ["trace", "generate", "run"])
@@ -367,16 +345,6 @@ def test_a_trace_inside_of_a_trace_is_refused(model, plain, call):
     with pytest.raises(TraceError, match=rf"model\.{call} cannot be called inside of a trace"):
         model.run(lambda m: getattr(m, call)(*arguments), PARIS, temperature=0.0)
     check_clean_trace(model, plain)
-
-
-def test_outside_of_a_trace_it_is_said_where_things_are(engine):
-    for ask in (lambda: engine.project_on_vocab(torch.zeros(1, 256)), lambda: engine.steer(2, torch.zeros(256))):
-        with pytest.raises(TraceError, match="exists only in a trace"):
-            ask()
-    sites = (lambda: engine.layers_output[3], lambda: engine.resid_post[3])
-    for ask in (*sites, lambda: engine.lm_head.output, lambda: engine.model.layers[3].input):
-        with pytest.raises(TraceError, match="exists only in a trace"):
-            ask()
 
 
 def test_weights_that_the_engine_keeps_in_another_form_are_not_empty_without_a_word(engine, plain):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from oracle import close
 
-from midstream import demo_model
 from midstream.errors import (
     BarrierError,
     InterventionError,
@@ -375,30 +373,6 @@ def test_a_block_without_source_points_at_run(model, plain):
     hidden, logits = model.run(names["fn"], PARIS, temperature=0.0)
     close(hidden, plain.run(PARIS).sites["resid_post", 2])
     close(logits, plain.run(PARIS).logits[-1:])
-
-
-@pytest.mark.slow
-def test_python_c_points_at_run_or_works():
-    """`python -c` keeps its source from 3.13 on."""
-    script = f"""
-        from midstream import LanguageModel
-        from midstream.errors import SourceUnavailableError
-        model = LanguageModel({demo_model()!r})
-        try:
-            with model.trace({PARIS!r}, temperature=0.0):
-                token = model.samples.save()
-        except SourceUnavailableError as error:
-            print(error)
-            token = model.run(lambda m: m.samples, {PARIS!r}, temperature=0.0)
-        print(model.tokenizer.decode(token))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    *said, answer = done.stdout.splitlines()
-    assert answer == " Paris"
-    assert "model.run" in "".join(said) or sys.version_info >= (3, 13)
 
 
 _OUT_OF_RANGE = """

@@ -22,7 +22,7 @@ from engines import RANKS, ask_workers
 from oracle import close, differs
 
 import midstream
-from midstream.errors import TraceError, UnsavedError
+from midstream.errors import UnsavedError
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -534,20 +534,6 @@ def test_what_a_function_leaves_in_the_engine_is_told_of(engine):
             with engine.trace(PARIS):
                 keep(engine.layers_output[3])
         assert len(told) == 1 and not by_layer
-
-
-def test_a_trace_without_a_prompt_says_so(model):
-    with pytest.raises(TraceError, match=r"A trace needs a prompt, `model.trace\(prompt\)`, or invokes"):
-        with model.trace():
-            hidden = model.layers_output[3].save()  # noqa: F841
-
-
-@pytest.mark.engine
-def test_what_cannot_be_sent_is_named(engine, tmp_path):
-    with open(tmp_path / "log", "w") as log:
-        with pytest.raises(TraceError, match=r"The trace uses a value, log, that cannot be sent to the engine"):
-            with engine.trace(PARIS):
-                print(engine.logits.argmax(), file=log)
 
 
 def test_save_as_a_method_in_a_function_says_what_to_write(model):
