@@ -165,20 +165,6 @@ def test_a_run_of_another_model_is_refused(engine: VLLM, hf: Any) -> None:
     hf.runs.delete("theirs")
 
 
-def test_a_run_that_does_not_fit_is_an_error() -> None:
-    """And the older ones go, the least recently used first."""
-    with start(enforce_eager=True, record_bytes=TWO_RUNS) as model:
-        first, second = (model.record(prompt, sites="resid_post") for prompt in (FRANCE, ITALY))
-        model.generate(FRANCE, plan=Patch("resid_post", layer=1, position=0, source=first), max_tokens=1)
-        third = model.record(ITALY, sites="resid_post")
-        assert set(model.runs) == {first.name, third.name}
-        with pytest.raises(PlanError, match=f"{second.name!r}"):
-            model.generate(FRANCE, plan=Patch("resid_post", layer=1, position=0, source=second), max_tokens=1)
-        with pytest.raises(PlanError, match="record_bytes"):
-            model.record(EIFFEL + EIFFEL, sites=["resid_post"])
-        assert model.generate(FRANCE, plan=Patch("resid_post", layer=3, position=3, source=third), **GREEDY)
-
-
 # ---------------------------------------------------------------------------------------------------------- sinks (D5)
 
 

@@ -454,23 +454,6 @@ def test_other_libraries_arguments_are_refused_by_midstreams_error(plain):
         LanguageModel(plain.model, plain.tokenizer, dtype=torch.float16)
 
 
-@pytest.mark.engine
-def test_vllm_takes_the_arguments_of_nnsights_scripts(plain):
-    from engines import ENGINE
-    from forked import forked
-
-    settings = {name: value for name, value in ENGINE.items() if name != "dtype"}
-    given = {"dispatch": True, "device_map": "auto", "task": "text-generation", "torch_dtype": torch.float32}
-    with (
-        forked(),
-        VLLM(
-            demo_model(), **given, tokenizer_kwargs={"padding_side": "right"}, enforce_eager=True, **settings
-        ) as model,
-    ):
-        assert model.tokenizer.padding_side == "right"
-        assert generated(model.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4)
-
-
 # ---------------------------------------------------------------------------------- the tree outside of a trace (J3)
 
 
@@ -972,10 +955,16 @@ def test_rename_gives_modules_other_names_on_transformers(plain):
 
 
 @pytest.mark.engine
-def test_rename_gives_modules_other_names_on_vllm(plain):
-    from engines import start
+def test_vllm_takes_other_names_and_the_arguments_of_nnsights_scripts(plain):
+    from engines import ENGINE
+    from forked import forked
 
-    with start(enforce_eager=True, rename=RENAME) as model:
+    settings = {name: value for name, value in ENGINE.items() if name != "dtype"}
+    settings |= {"dispatch": True, "device_map": "auto", "task": "text-generation", "torch_dtype": torch.float32}
+    settings |= {"tokenizer_kwargs": {"padding_side": "right"}, "enforce_eager": True, "rename": RENAME}
+    with forked(), VLLM(demo_model(), **settings) as model:
+        assert model.tokenizer.padding_side == "right"
+        assert generated(model.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4)
         check_renamed(model, plain)
 
 
