@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from here import tokens as tokens_of
 from oracle import Plain, close
+from plan_cases import tokens as tokens_of
 
 from midstream import VLLM, Capture, Patch, Steer
 from midstream.settings import BUILDABLE

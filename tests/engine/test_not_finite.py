@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from here import tokens, values
+from here import values
+from plan_cases import tokens
 
 from midstream import Clamp, Patch, Steer, save
 from midstream.errors import MidstreamError, NotFiniteError, PlanError, TraceError

@@ -5,13 +5,16 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import plan_cases
 import pytest
 import torch
-from here import start_here, start_stock, submit, tokens, values
+from here import start_here, start_stock, submit, values
 from oracle import Plain, close
+from plan_cases import tokens
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer
 from midstream.engine import prefix_cache as cache
@@ -54,9 +57,7 @@ def prompt_of(plain: Plain, count: int) -> list[int]:
     return (plain.ids(TEXT) * 6)[:count]
 
 
-def vector(seed: int = 0, norm: float = 150.0) -> torch.Tensor:
-    v = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed))
-    return v * norm / v.norm()
+vector = functools.partial(plan_cases.vector, norm=150.0)
 
 
 def patch(position: int | list[int], seed: int = 0, layer: int = 1) -> Patch:

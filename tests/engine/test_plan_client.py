@@ -48,10 +48,6 @@ Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 TWO_RUNS = 2 * 5 * LAYERS * HIDDEN * 4  # the residual streams of five float32 tokens, twice
 
 
-def ids_of(output: Any) -> list[int]:
-    return tokens(output)
-
-
 # ------------------------------------------------------------------------------------------------------------- carriers
 
 
@@ -63,7 +59,7 @@ def test_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
     expected = generated_with(plain, {("resid_post", 5): lambda h: h + v}, 4)
     for carried in (plan, list(plan.interventions), plan.to_json(), {"plan": plan}):
         (output,) = engine.generate(FRANCE, max_tokens=4, extra_args={"midstream": carried}, **GREEDY)
-        assert ids_of(output) == expected[0]
+        assert tokens(output) == expected[0]
         close(output.captures["resid_post", 6], expected[1].sites["resid_post", 6])
     with pytest.raises(PlanError, match="twice"):
         engine.generate(FRANCE, plan=plan, extra_args={"midstream": plan})
@@ -114,7 +110,7 @@ def test_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine: VL
     assert [(number, type(error)) for number, error in failures.items()] == [(1, PlanError), (3, PlanError)]
     assert all("'gone'" in str(error) for error in failures.values()) and len(caught.value.exceptions) == 1
     outputs = caught.value.outputs  # type: ignore[attr-defined]
-    assert [ids_of(outputs[index]) for index in (0, 2)] == [plain.generate(FRANCE, 4)] * 2
+    assert [tokens(outputs[index]) for index in (0, 2)] == [plain.generate(FRANCE, 4)] * 2
     ran = plain.run(plain.ids(FRANCE) + plain.generate(FRANCE, 3))
     close(outputs[2].captures["resid_post", 7], ran.sites["resid_post", 7])
 
@@ -135,7 +131,7 @@ def test_runs_are_listed_and_held_while_requests_use_them(engine: VLLM, plain: P
 
     plan = [Patch("resid_post", layer=3, position=3, source=run), Capture("resid_post", layers=3, to=see)]
     (output,) = engine.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
-    assert ids_of(output) == [plain.token(" Rome")] and held
+    assert tokens(output) == [plain.token(" Rome")] and held
     assert engine.runs.listing()[0].leases == 0
     del engine.runs["italy"]
     assert not engine.runs and not engine.runs.listing()
@@ -312,7 +308,7 @@ def test_async_captures_come_with_the_final_outputs(model: VLLM, drive: Drive, p
         assert all(output.captures is None for output in outputs if not output.finished)
         first, second, third = stream.outputs
         ids, ran = generated_with(plain, {("resid_post", 5): lambda h: h + v}, 6)
-        assert ids_of(first) == ids and ids_of(second) == plain.generate(FRANCE, 6)
+        assert tokens(first) == ids and tokens(second) == plain.generate(FRANCE, 6)
         close(first.captures["resid_post", 7], ran.sites["resid_post", 7])
         close(
             third.captures["resid_post", 7],
@@ -370,7 +366,7 @@ def test_a_run_in_use_outlives_what_is_recorded_meanwhile(model: VLLM, drive: Dr
             await model.record(EIFFEL, sites="resid_post", name="long")
         assert await runs_of(model) == {"used": 2, "c": 0} and not running.done()
         (output,) = await running
-        assert ids_of(output)[:8] == in_rome(plain, 8)
+        assert tokens(output)[:8] == in_rome(plain, 8)
 
         await model.record(EIFFEL, sites="resid_post", name="long")
         assert await runs_of(model) == {"long": 0}
@@ -406,7 +402,7 @@ def test_the_run_of_a_request_that_waits_is_not_evicted(model: VLLM, drive: Driv
         assert await runs_of(model) == {"spare": 0, "used": 1}
         (output,) = await waiting
         assert all(each.done() for each in recorded) and not long.done()
-        assert ids_of(output) == in_rome(plain, 4)
+        assert tokens(output) == in_rome(plain, 4)
         assert set(await runs_of(model)) == {"used", "newer"}
         await long
         for name in ("used", "newer"):
@@ -435,9 +431,9 @@ def test_a_deleted_run_fails_the_requests_that_have_not_begun_and_no_other(
         with pytest.raises(PlanError, match="'italy' are not there any more"):
             await ended
         patched, *others = await begun
-        assert ids_of(patched)[:8] == in_rome(plain, 8)
-        assert [ids_of(output)[:8] for output in others] == [plain.generate(FRANCE, 8)] * 15
-        assert [ids_of(waiting.outputs[index]) for index in (0, 2)] == [plain.generate(p, 4) for p in (EIFFEL, FRANCE)]
+        assert tokens(patched)[:8] == in_rome(plain, 8)
+        assert [tokens(output)[:8] for output in others] == [plain.generate(FRANCE, 8)] * 15
+        assert [tokens(waiting.outputs[index]) for index in (0, 2)] == [plain.generate(p, 4) for p in (EIFFEL, FRANCE)]
         assert not await model.runs.listing()
 
     drive(main())

@@ -5,13 +5,15 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import plan_cases
 import pytest
-import torch
-from here import start_here, tokens, values
+from here import start_here, values
+from plan_cases import tokens
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer
 from midstream.runtime.plan_host import PlanHost
@@ -37,9 +39,7 @@ def chunked() -> Iterator[VLLM]:
         yield model
 
 
-def vector(seed: int = 0, norm: float = 40.0, width: int = HIDDEN) -> torch.Tensor:
-    v = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-    return v * norm / v.norm()
+vector = functools.partial(plan_cases.vector, norm=40.0)
 
 
 def all_values(outputs: list[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ expected comes from plain transformers with torch hooks, and to the bit from the
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import threading
@@ -17,10 +18,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import plan_cases
 import pytest
 import torch
-from here import settle, start_stock, submit, tokens, values
+from here import settle, start_stock, submit, values
+from limits import until
 from oracle import Plain, close
+from plan_cases import tokens
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer, open_captures
 from midstream.capture.directory import Store, StoredCapture
@@ -36,9 +40,7 @@ EIFFEL = "The Eiffel Tower is in the city of"  # 8 tokens
 LAYERS, HIDDEN = 8, 256
 
 
-def vector(seed: int = 0, norm: float = 150.0, width: int = HIDDEN) -> torch.Tensor:
-    v = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-    return v * norm / v.norm()
+vector = functools.partial(plan_cases.vector, norm=150.0)
 
 
 @pytest.fixture(scope="module")
@@ -219,13 +221,6 @@ def consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Collecting]]:
     monkeypatch.setattr(metadata, "entry_points", entry_points)
     Collecting.made.clear()
     yield Collecting.made
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_consumer_found_by_its_entry_point_works_beside_the_engine(stock: Any, consumers: list[Collecting]) -> None:

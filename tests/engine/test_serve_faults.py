@@ -13,9 +13,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from limits import until
 from load_clients import request
 from servers import Server, processes, serving
 
@@ -65,13 +65,6 @@ def half_sent(server: Server) -> Iterator[None]:
             plug = stack.enter_context(socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))))
             plug.sendall(request("POST", path, b'{"prompt": "', length=1000))
         yield
-
-
-def until(condition: Any, seconds: float = 40.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.engine
 
 CLEAN, CORRUPT = "The capital of France is", "The capital of Italy is"
 PAIR = (CLEAN, CORRUPT, " Paris", " Rome")
-ASKED = {"clean": CLEAN, "corrupt": CORRUPT, "answer": " Paris", "foil": " Rome"}
 GREEDY = {"max_tokens": 1, "temperature": 0.0}
 
 

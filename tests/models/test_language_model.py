@@ -20,7 +20,6 @@ from midstream import LanguageModel, demo_model
 from midstream.errors import ParameterError, PromptError, TraceError
 
 PARIS = "The capital of France is"
-ROME = "The capital of Italy is"
 EIFFEL = "The Eiffel Tower is in the city of"
 MARY = "When Mary and John went to the store, John gave a drink to"
 PROMPTS = [PARIS, MARY, EIFFEL, "Paris"]  # 5, 14, 8 and 1 tokens

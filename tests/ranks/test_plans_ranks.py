@@ -16,7 +16,7 @@ import torch
 from engines import alive
 from forked import start_ranks
 from oracle import Plain, close, differs
-from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, LAYERS, after_rows, everything, toward_rome, vector
+from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, LAYERS, after_rows, everything, tokens, toward_rome, vector
 
 from midstream import VLLM, Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.capture.directory import StoredCapture
@@ -40,10 +40,6 @@ def model(ranked: VLLM) -> Iterator[VLLM]:
     yield ranked
     left = alive(ranked, 20.0)
     assert not left, left
-
-
-def tokens(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
 
 
 def check(output: Any, plain: Plain, prompt: str | list[int], edits: Any, count: int) -> None:

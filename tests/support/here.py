@@ -80,10 +80,6 @@ def settle(llm: Any) -> None:
     submit(llm, ["."], [None], max_tokens=1)
 
 
-def tokens(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
-
-
 def values(output: Any) -> list[tuple[int, dict[int, float]]]:
     """Tokens and log-probabilities, to the last bit."""
     completion = output.outputs[0]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.ranks import merge
@@ -95,7 +96,7 @@ def split(tree: Any, stages: set[int], draw: Any) -> dict[int, Any]:
     return {s: copy.deepcopy(tree) if s in real else absent() for s in stages}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data(), st.dictionaries(st.text(min_size=1, max_size=3), TREES, max_size=3), st.integers(2, 4))
 def test_any_splitting_of_any_structure_gives_it_back(data: Any, values: dict[str, Any], count: int) -> None:
     """C9: real over absent, containers by position and key, classes kept; and whatever the order of the stages."""
