@@ -668,76 +668,10 @@ def test_an_overflow_ends_its_own_request_alone(server: Server, client: openai.O
 # ------------------------------------------------------------------------------------------------------------------ load
 
 
-def gauges_are_zero(server: Server) -> bool:
-    workers = server.ask("GET", "/v1/midstream/gauges")[1]["workers"]
-    return all(
-        value == 0
-        for each in workers
-        for name, value in each.items()
-        if name in ("requests", "bodies", "queued_bytes", "plans", "leases", "capture_bytes")
-    )
-
-
-def test_clients_that_leave_and_clients_that_stay(server: Server, client: openai.OpenAI, reference: Reference) -> None:
-    """Plain and planned requests at once, some of which end their stream early. Every plain answer is the unloaded one."""
-    plain = reference.text(FRANCE)
-
-    def request(number: int) -> str | None:
-        match number % 4:
-            case 0:
-                return str(complete(client, FRANCE).choices[0].text)
-            case 1:
-                complete(client, TOWER, field(STEER, CAPTURE))
-            case 2:
-                stream = complete(client, TOWER, field(STEER, CAPTURE), stream=True, max_tokens=200)
-                next(iter(stream))
-                stream.close()
-            case 3:
-                with pytest.raises(openai.BadRequestError):
-                    complete(client, TOWER, field({**STEER, "vector": [1.0]}))
-        return None
-
-    with ThreadPoolExecutor(16) as pool:
-        texts = [text for text in pool.map(request, range(64)) if text is not None]
-    assert texts == [plain] * 16
-    deadline = time.monotonic() + 20
-    while not gauges_are_zero(server):
-        assert time.monotonic() < deadline, server.ask("GET", "/v1/midstream/gauges")
-        time.sleep(0.2)
-
-
 def test_an_answer_that_cannot_come_is_null(client: openai.OpenAI) -> None:
     body = {**field(answers=[5]), "structured_outputs": {"choice": [" Paris", " Rome"]}}
     assert complete(client, FRANCE, body).midstream["answers"] == {"5": None}
     assert list(complete(client, FRANCE, body, stream=True))[-1].midstream["answers"] == {"5": None}
-
-
-def test_clients_that_leave_at_once_give_their_runs_back(server: Server, client: openai.OpenAI) -> None:
-    record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "left"}
-    assert server.post("/v1/midstream/runs", record, key=MINE)[0] == 200
-    patch = {"kind": "patch", "site": "resid_post", "layer": 3, "position": 1, "source": {"run": "left"}}
-    patch |= {"source_position": 1}
-    for _ in range(8):
-        complete(client, FRANCE, field(patch), stream=True, max_tokens=300).close()
-
-    def leases() -> int:
-        return int(server.ask("GET", "/v1/midstream/runs")[1]["runs"]["left"]["leases"])
-
-    deadline = time.monotonic() + 20
-    while leases():
-        assert time.monotonic() < deadline, leases()
-        time.sleep(0.2)
-    assert server.ask("DELETE", "/v1/midstream/runs/left", key=MINE)[0] == 200
-
-
-def test_runs_are_recorded_and_deleted_at_once(server: Server) -> None:
-    def one(number: int) -> list[int]:
-        record = {"prompt": FRANCE, "sites": ["resid_post"], "layers": [1], "name": f"a/{number}"}
-        made = server.post("/v1/midstream/runs", record, key=MINE)[0]
-        return [made, server.ask("DELETE", f"/v1/midstream/runs/a%2F{number}", key=MINE)[0]]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(one, range(40))) == [[200, 200]] * 40
 
 
 def test_capabilities_name_the_model_its_sites_and_the_limits(server: Server) -> None:
