@@ -46,6 +46,10 @@ NOT_REMOTE = {
 # What one process runs, by the beginnings of the tests' names.
 TOGETHER = {
     "ranks": ("tests/ranks/",),
+    "compiled": (
+        *(f"tests/engine/test_{each}.py" for each in ("graph_sites", "lifecycle", "plan_engine")),
+        "tests/models/test_apply.py",
+    ),
     "traces_server": tuple(f"tests/engine/test_{each}.py" for each in ("serve_remote", "serve_sweeps", "inspect_ai")),
 }
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
@@ -101,7 +105,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give whole files to the two processes, but give all tests of several ranks to one of them, and the files that share a server.
+    """Give whole files to the two processes, but give all tests of several ranks to one of them, and the files that share a server or
+    the engine that compiles.
 
     A rank spins while it waits for the others, so two engines of several ranks on two cores take many times as long as one.
     """
