@@ -80,6 +80,7 @@ def test_an_engine_that_is_forgotten_ends_and_is_freed(client: Callable[..., Cli
     assert not script.sockets() and not list(script.directory.glob("midstream-*"))
 
 
+@pytest.mark.matrix  # test_apart.py preempts traces, and test_plan_differential.py plans
 @pytest.mark.engine
 def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client]) -> None:
     """Recomputed positions carry the edits that were made to them, also those of a body that is done."""

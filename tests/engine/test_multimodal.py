@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 from engines import ENGINE
+from forked import forked
 from safetensors.torch import load_file, save_file
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer, open_captures
@@ -66,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[VLLM]:
-    with VLLM(str(path), **{**ENGINE, "max_model_len": 1024}, enforce_eager=True) as model:
+    with forked(), VLLM(str(path), **{**ENGINE, "max_model_len": 1024}, enforce_eager=True) as model:
         yield model
 
 

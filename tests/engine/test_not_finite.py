@@ -194,7 +194,7 @@ def test_large_is_not_infinite(model: VLLM | LanguageModel) -> None:
 # ------------------------------------------------------------------------------------- aborted, preempted, half precision
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.matrix)])
 def test_aborted_and_preempted_requests_leave_nothing(dtype: str) -> None:
     """Float16 overflows at 65,504. The cache has room for three requests: others are preempted, and blocks change hands at once."""
     asyncio.run(_abort_and_preempt(dtype))

@@ -102,10 +102,9 @@ PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 engines = pytest.mark.parametrize(
     "run",
     [
-        pytest.param((ONE, {}, TP), id="tp2"),
-        pytest.param(
-            (TWO, APART, PP), id="pp2-two-nodes", marks=pytest.mark.matrix
-        ),  # the next one has two stages, too
+        pytest.param((ONE, {}, TP), id="tp2", marks=pytest.mark.matrix),
+        pytest.param((TWO, APART, PP), id="pp2-two-nodes", marks=pytest.mark.matrix),
+        # It has what the others have.
         pytest.param((TWO_OF_TWO, APART, {**PP, **TP}), id="pp2tp2-two-nodes"),
     ],
     indirect=True,
@@ -139,6 +138,7 @@ def test_plans_and_traces_on_ray_are_as_in_transformers(
         assert trace["ids"][step] == int(ran.logits[-1].argmax())
 
 
+@pytest.mark.matrix  # tests/unit/test_unsupported.py has the refusal without Ray
 def test_the_older_ray_executor_is_refused() -> None:
     """It calls the model runner itself: plans and traces would do nothing."""
     import ray

@@ -252,8 +252,7 @@ def preempt(directory: Path) -> None:
 
 if __name__ == "__main__":
     RANKS.update(ranks.SIZES[sys.argv[3]] if len(sys.argv) > 3 else {})
-    # One script is left as users have it: `drop` looks at what vLLM keeps from the first import on.
-    with contextlib.nullcontext() if sys.argv[1] == "drop" else forked(server=False):
+    with forked(server=False) if RANKS else contextlib.nullcontext():
         {"kill": kill, "drop": drop, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](
             Path(sys.argv[2])
         )
