@@ -451,6 +451,7 @@ async def abandoned(engine: Any, prompt: str, plan: Any, request_id: str, after:
 def test_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Path) -> None:
     """In processes of its own, as a server has it: plans of many kinds at once, one refused, one wrong, one abandoned on its way."""
     from engines import ENGINE
+    from forked import forked
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -461,9 +462,9 @@ def test_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Pa
     capture = Capture("resid_post", layers=4, positions="all", to=tmp_path)
 
     async def scenario() -> list[Any]:
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=demo_model(), enforce_eager=True, **ENGINE, **engine_arguments())
-        )
+        arguments = AsyncEngineArgs(model=demo_model(), enforce_eager=True, **ENGINE, **engine_arguments())
+        with forked():
+            engine = AsyncLLM.from_engine_args(arguments)
         try:
             outputs = await asyncio.gather(
                 finished(engine, FRANCE, [Steer("resid_post", layers=3, vector=v), capture], "steered"),

