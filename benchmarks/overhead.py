@@ -258,7 +258,7 @@ def run_stock(engine: Any, load: Load, loop: asyncio.Runner) -> Run:
 
 def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Run:
     from midstream.requests.invokes import Invoke, plans_of
-    from midstream.trace.program import FunctionProgram
+    from midstream.trace.code import FunctionProgram
 
     prompts = load.prompts()
 

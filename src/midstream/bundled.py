@@ -1,11 +1,11 @@
-"""The demo model that ships with midstream. It is small, and trained well enough that the recipes have real answers.
+"""The demo model in the package. It is small, and trained well enough for the recipes to have real answers.
 
     from midstream.bundled import demo_model
     model = VLLM(demo_model())
     model.generate("The Eiffel Tower is in the city of", max_tokens=1)      # " Paris"
 
-It needs no network and no GPU. `scripts/train_demo_model.py` trains it; `MODEL_CARD.md` beside its weights has measurements.
-This module imports neither torch nor vLLM.
+It needs no network and no GPU. `scripts/train_demo_model.py` trains it; `MODEL_CARD.md` next to its weights has measurements. This module
+imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import Any
 
 
 def demo_model() -> str:
-    """The directory of the bundled model, for anything that takes a Hugging Face model path.
+    """The directory of the bundled model, for any function that takes a Hugging Face model path.
 
-    A `LlamaForCausalLM`: 8 layers, hidden 256, 4 query and 2 key/value heads of 64, MLP 512, context 2048, bfloat16,
-    5 M parameters, under 12 MB with its own byte-level BPE tokenizer (no BOS is added; prompts work with or without).
+    A `LlamaForCausalLM`: 8 layers, hidden 256, 4 query and 2 key/value heads of 64, MLP 512, context 2048, bfloat16, 5 M parameters, under
+    12 MB with its own byte-level BPE tokenizer (no BOS is added; prompts work with or without).
 
-    It knows capitals, languages, currencies, continents, landmarks, opposites, colors and sequences, in several
-    phrasings (`The capital of France is` -> ` Paris`); who receives in
-    `When Mary and John went to the store, John gave a drink to` -> ` Mary`; how to repeat a random sequence
-    (induction); and whether a sentence is kind (`I love this film, it was` -> ` wonderful`,
-    `I hate this film, it was` -> ` terrible`). It knows nothing else.
+    It knows capitals, languages, currencies, continents, landmarks, opposites, colors and sequences, in several phrasings (`The capital of
+    France is` -> ` Paris`); who receives in `When Mary and John went to the store, John gave a drink to` -> ` Mary`; how to repeat a random
+    sequence (induction); and whether a sentence is kind (`I love this film, it was` -> ` wonderful`, `I hate this film, it was` -> `
+    terrible`). It has learned no other facts.
     """
     return str(files("midstream") / "data" / "demo_model")
 
@@ -41,10 +40,10 @@ def demo_heldout() -> dict[str, list]:
 
 
 def demo_contrast() -> list[dict[str, str]]:
-    """Pairs of prompts that differ in sentiment only, `{"positive", "negative"}`, to compute a steering vector from.
+    """Pairs of prompts that differ only in sentiment, `{"positive", "negative"}`, to compute a steering vector from.
 
-    The mean difference at `resid_post` of layer 5, at the last token, decides how `I think this film is` continues: try
-    scales of -0.5 and 0.5.
+    The mean difference at `resid_post` of layer 5, at the last token, decides how `I think this film is` continues: try scales of -0.5 and
+    0.5.
     """
     return _read("contrast.json")
 

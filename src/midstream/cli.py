@@ -1,10 +1,10 @@
 """The program `midstream`.
 
-    midstream demo                # what `./demo` runs
+    midstream demo                # the same as `./demo`
     midstream compare --help      # vLLM against transformers, accessor by accessor
     midstream serve MODEL         # vLLM's OpenAI server, with plans in its requests
     midstream doctor              # whether midstream fits the installed vLLM, or sources of vLLM
-    midstream version             # versions of midstream and of what it runs on
+    midstream version             # versions of midstream and of the packages that it runs on
 
 Heavy modules are imported only by the subcommands that need them, so `midstream --help` answers at once.
 """
@@ -28,7 +28,10 @@ _DELEGATES = {  # name: (module, help)
     ),
     "compare": ("midstream.commands.compare", "a table of the largest differences between vLLM and transformers"),
     "serve": ("midstream.serve.command", "vLLM's OpenAI server, with plans in its requests"),
-    "doctor": ("midstream.engine.doctor", "compare what midstream uses and replaces of vLLM with vLLM's sources"),
+    "doctor": (
+        "midstream.engine.doctor",
+        "compare the parts of vLLM that midstream uses and replaces with vLLM's sources",
+    ),
 }
 
 
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, text) in _DELEGATES.items():
         commands.add_parser(name, help=text, add_help=False)
-    commands.add_parser("version", help="versions of midstream and of what it runs on")
+    commands.add_parser("version", help="versions of midstream and of the packages that it runs on")
     try:
         if given and given[0] in _DELEGATES:
             return importlib.import_module(_DELEGATES[given[0]][0]).main(given[1:]) or 0

@@ -1,4 +1,4 @@
-"""All of midstream's errors. Each message says what was given and what to do about it."""
+"""All of midstream's errors. Each message says what was given, and how to correct it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MidstreamError(Exception):
     """Base of all midstream errors.
 
     Attributes:
-        field: the argument that is wrong, or the part of it, if one is: `layers`, `Steer.vector`, `interventions[0].vector`. From a server,
-            the error's `param`.
+        field: the wrong argument, or the wrong part of it: `layers`, `Steer.vector`, `interventions[0].vector`. From a server, the error's
+            `param`.
     """
 
     field: str | None = None
@@ -32,7 +32,7 @@ class MidstreamError(Exception):
 
 @contextlib.contextmanager
 def about(field: str) -> Iterator[None]:
-    """Set the `field` of midstream's errors in the block. What is wrong in a plan's interventions is a part of it."""
+    """Set the `field` of midstream's errors in the block. Errors about a plan's interventions keep their place in it."""
     try:
         yield
     except MidstreamError as error:
@@ -42,7 +42,7 @@ def about(field: str) -> Iterator[None]:
 
 
 class UnsupportedVersionError(MidstreamError):
-    """The installed vLLM lies outside the supported range."""
+    """The installed vLLM is outside the supported range."""
 
 
 class ArchitectureError(MidstreamError):
@@ -70,7 +70,7 @@ class UnsavedError(TraceError, NameError):
 
 
 class OutOfOrderError(TraceError):
-    """The trace asked for a value that the forward pass has already gone past."""
+    """The trace asked for a value that the forward pass has already passed."""
 
 
 class NeverReachedError(TraceError):
@@ -78,11 +78,11 @@ class NeverReachedError(TraceError):
 
 
 class StageFailedError(NeverReachedError):
-    """The trace failed on another pipeline stage, whose error says why."""
+    """The trace failed on another pipeline stage, whose own error gives the reason."""
 
 
 class StageMismatchWarning(UserWarning):
-    """A saved value differs between the pipeline stages, all of which run the trace's code."""
+    """A saved value differs between pipeline stages, all of which run the trace's code."""
 
 
 class ShapeError(TraceError, ValueError):
@@ -90,7 +90,7 @@ class ShapeError(TraceError, ValueError):
 
 
 class DivergedError(TraceError):
-    """A trace's body did different things on different tensor-parallel ranks."""
+    """A trace's body behaved differently on different tensor-parallel ranks."""
 
 
 class BarrierError(TraceError):
@@ -104,11 +104,11 @@ class PromptError(MidstreamError, ValueError):
 
 
 class ParameterError(MidstreamError, ValueError):
-    """A sampling parameter that the backend does not have, or a value that it does not take."""
+    """A sampling parameter that the backend lacks, or a value that the parameter does not take."""
 
 
 class PlanError(MidstreamError, ValueError):
-    """A plan, or a field of one, that cannot be carried out. The message names the field, what was given and what is allowed."""
+    """A plan, or a field of one, that cannot be carried out. The message names the field, the given value and the allowed ones."""
 
 
 NOT_FINITE = "Not finite: "  # every message of `NotFiniteError` begins with it, also where only the text arrives
@@ -137,7 +137,7 @@ class RemoteError(MidstreamError):
 
     Attributes:
         outputs: if the server was lost during requests, the outputs of those that had finished, and None for the others.
-        saves: what each of the requests had saved until then, by name.
+        saves: the values that each request had saved by then, by name.
     """
 
     outputs: list[Any] = []
@@ -149,7 +149,7 @@ class ChannelError(MidstreamError):
 
 
 class ChannelClosedError(ChannelError):
-    """Nothing more can be sent or received: one end of the channel was closed, or died."""
+    """Sending and receiving have ended: one end of the channel was closed, or died."""
 
 
 class UnsendableError(ChannelError):
@@ -171,8 +171,8 @@ class TracesNotAllowedError(MidstreamError):
 class InterventionError(MidstreamError):
     """The trace's own code raised.
 
-    The raised error's class is a subclass of this class and of the exception's own builtin type, so `except ValueError` in
-    the caller works. The text ends with the user's own traceback.
+    The error's class is a subclass of both this class and the exception's own builtin type, so `except ValueError` in the caller works. The
+    text ends with the user's own traceback.
     """
 
 

@@ -1,7 +1,7 @@
 """The only code that registers hooks on modules or replaces a module's `forward`.
 
-    handle = before(module, lambda args, kwargs: ...)   # returns the (args, kwargs) to go on with, or None for those given
-    handle = after(module, lambda output: ...)          # returns the output to go on with, or None for the one given
+    handle = before(module, lambda args, kwargs: ...)   # returns new (args, kwargs), or None to keep them
+    handle = after(module, lambda output: ...)          # returns a new output, or None to keep it
     handle.remove()
 
 `torch.compile` traces hooks of `before` and `after` into the compiled forward, provided that it can trace the given function.
@@ -27,7 +27,7 @@ class Handle(Protocol):
 
 
 def before(module: nn.Module, see: Before, *, first: bool = False) -> Handle:
-    """Call `see(args, kwargs)` before every call of `module`; `first`: ahead of the hooks that are there already."""
+    """Call `see(args, kwargs)` before every call of `module`; with `first`, before all existing hooks."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return see(args, kwargs)
@@ -36,7 +36,7 @@ def before(module: nn.Module, see: Before, *, first: bool = False) -> Handle:
 
 
 def after(module: nn.Module, see: After, *, first: bool = False) -> Handle:
-    """Call `see(output)` after every call of `module`; `first`: ahead of the hooks that are there already."""
+    """Call `see(output)` after every call of `module`; with `first`, before all existing hooks."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         return see(output)
@@ -45,7 +45,7 @@ def after(module: nn.Module, see: After, *, first: bool = False) -> Handle:
 
 
 def skips_hooks(module: nn.Module) -> bool:
-    """Whether the module's class has a `__call__` of its own, which may go straight to `forward` (vLLM's compiled models do)."""
+    """Whether the module's class has its own `__call__`, which may call `forward` directly (as vLLM's compiled models do)."""
     return type(module).__call__ is not nn.Module.__call__
 
 
@@ -64,7 +64,7 @@ def around(module: nn.Module, see_input: Before | None, see_output: After) -> Ha
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Handle:
-    """Have `forward` called in place of the module's own. What `around` has put there stays around it."""
+    """Replace the module's own forward by `forward`. Wrappers from `around` stay around it."""
     owner = module.__dict__
     while "forward" in getattr(owner.get("forward"), "__dict__", {}):
         owner = owner["forward"].__dict__
@@ -72,7 +72,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Handle:
 
 
 class _Replaced:
-    """A replaced `forward`, of a module or inside of a wrapper. Remove those of one module in the reverse order of their making."""
+    """A replaced `forward`, of a module or inside a wrapper. Remove those of one module in the reverse order of their creation."""
 
     def __init__(self, owner: dict[str, Any], forward: Callable[..., Any]) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""midstream's server as a model provider of inspect_ai: an evaluation runs with a plan, and its log keeps activations.
+"""midstream's server as a model provider of inspect_ai: evaluations run with a plan, and their logs contain activations.
 
     plan = Plan.of([Steer("resid_post", layers=5, vector=direction), Capture("resid_post", layers=7)])
     model = get_model("midstream/demo", base_url="http://localhost:8000/v1", api_key="my-key", plan=plan.to_json())
@@ -45,7 +45,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
             `answers`. A key of the field in `GenerateConfig.extra_body["midstream"]` replaces that key for one request.
         captures_dir: a directory for captured rows: one safetensors file for each request. By default the rows go into the log, in
             base64, and more than 1 MiB in one request is an error.
-        model_args: as of inspect_ai's provider `openai-api`.
+        model_args: as in inspect_ai's provider `openai-api`.
 
     Raises:
         PlanError: `plan` is not JSON. Plans that the server refuses raise it in `generate`, and are not tried again.
@@ -85,7 +85,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
         result = await super().generate(input, tools, tool_choice, config)
         if not isinstance(result, tuple) or not isinstance(output := result[0], ModelOutput):
             return result
-        found: Any = (result[1].response or {}).pop(NAME, None)  # once in the log is enough
+        found: Any = (result[1].response or {}).pop(NAME, None)  # the log needs it only once
         if found:
             await self._keep(found.get("captures", []))
             output.metadata = {**(output.metadata or {}), NAME: found}
@@ -106,13 +106,12 @@ class MidstreamAPI(OpenAICompatibleAPI):
 
     def handle_bad_request(self, ex: APIStatusError) -> ModelOutput | Exception:
         if str(ex.param).startswith(NAME) and isinstance(ex.body, dict):
-            raise PlanError(
-                f"{ex.param}: {ex.body.get('message')}"
-            ) from ex  # returned, it would come with the whole request
+            # A returned error would show the whole request.
+            raise PlanError(f"{ex.param}: {ex.body.get('message')}") from ex
         return super().handle_bad_request(ex)
 
     async def _keep(self, entries: list[dict[str, Any]]) -> None:
-        """Put the rows of each capture where the log finds them: into the entry itself, or into a file that it names."""
+        """Put the rows of each capture where the log finds them: into the entry itself, or into a file that the entry names."""
         tensors = {}
         for entry in entries:
             handle = entry.pop("handle")
@@ -137,7 +136,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
     async def _download(self, handle: str | None) -> torch.Tensor:
         if handle is None:
             raise CaptureError(
-                "The captures of one request are more than the server keeps: capture less, or start it with a larger "
+                "The captures of one request exceed the server's limit: capture less, or start it with a larger "
                 "MIDSTREAM_CAPTURE_BYTES."
             )
         path = f"/{NAME}/captures/{handle}"
@@ -156,7 +155,7 @@ def field_of(given: Any) -> dict[str, Any]:
     try:
         data = json.loads(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError) as error:
-        message = f"The plan must be JSON, as inspect_ai tells models apart by it: give it as plan.to_json() ({error})."
+        message = f"The plan must be JSON, because inspect_ai distinguishes models by it: give it as plan.to_json() ({error})."
         raise PlanError(message) from error
     return (
         data if isinstance(data, dict) and "interventions" not in data else {"plan": data} if data is not None else {}

@@ -9,8 +9,8 @@
     lens = logit_lens(model, "The capital of France is")     # the numbers alone
     plot_logit_lens(lens, path="lens.png")
 
-They draw with pyplot: a notebook shows the figure once, and a script calls `pyplot.show()`. `path` is a file to write the figure to.
-matplotlib is loaded when a figure is drawn: `pip install "midstream[plot]"`.
+The functions draw with pyplot: a notebook shows the figure once, and a script calls `pyplot.show()`. `path` is a file to write the figure
+to. matplotlib is imported when a figure is drawn: `pip install "midstream[plot]"`.
 
 Shapes: L layers, T tokens of the prompt.
 """
@@ -27,7 +27,7 @@ import torch
 from midstream.errors import MidstreamError
 
 _LONGEST_LABEL = 12  # characters
-_WIDEST, _HIGHEST = 14.0, 20.0  # inches: about what a notebook shows without making it smaller
+_WIDEST, _HIGHEST = 14.0, 20.0  # inches: about the size that a notebook shows unscaled
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _draw(
 
 
 def _label(axis: Any, labels: list[Any], room: float, turned: bool) -> None:
-    """Set tick labels: slanted if they would touch, and only every second, third, ... one if there is still no room."""
+    """Set tick labels: slanted if they would touch, and only every second, third, ... one if there is still too little room."""
     every = -(-len(labels) * 0.14 // room) or 1  # inches for a line of text
     shown = [(at, show(text)) for at, text in enumerate(labels) if at % every == 0]
     flat = not turned or sum(len(text) for _, text in shown) * 0.085 + 0.1 * len(shown) < room
@@ -286,7 +286,7 @@ def write_figure(figure: Any, path: str | PathLike[str] | None) -> None:
 
 
 def show(label: Any) -> str:
-    """A readable label: a dot for a leading space, escapes for newlines and tabs, long text cut."""
+    """A readable label: a dot for a leading space, escapes for newlines and tabs, long text truncated."""
     text = str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     text = "·" + text[1:] if text.startswith(" ") else text
     text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"

@@ -1,4 +1,4 @@
-"""What long work shows of itself where a person watches: in a terminal or in a notebook."""
+"""Progress bars for long calls in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a person sees stderr: it is a terminal's, or a notebook's."""
+    """Whether stderr is a terminal's or a notebook's."""
     return in_notebook() or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
 
 
@@ -24,8 +24,8 @@ class Bar:
     """A progress bar on stderr, in the block of a with-statement.
 
     Args:
-        progress: True shows it from the start, False never. None shows it where a person watches, once the work has lasted two seconds.
-        total: how many units there are; one alone has no bar.
+        progress: True shows it from the start, False never. None shows it in terminals and notebooks after two seconds.
+        total: the number of units; a single unit has no bar.
         unit: what the bar counts.
     """
 

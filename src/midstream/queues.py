@@ -3,14 +3,14 @@
     queue: BoundedQueue[Job] = BoundedQueue(256 << 20)
     queue.start("midstream-send", run)     # a daemon thread; `run` calls `get` until it returns None
     queue.put(job, size)                   # from any thread; waits while the queue is full
-    queue.close()                          # `put` returns False from now on; `run` still gets what is queued
+    queue.close()                          # `put` returns False from now on; `run` still gets the queued items
     queue.join()
 
-The bound is in bytes: tensors wait here, and their number says nothing about the memory that they hold. A full queue slows the
-producer down, and `blocked_seconds` says by how much; nothing is dropped.
+The bound is in bytes, because the items hold tensors, and their number says nothing about their memory. A full queue slows the producer
+down, and `blocked_seconds` says by how much; no item is dropped.
 
-`transport.sender` queues results for the client, `capture.consumers` rows for one consumer, and `runtime.sending` rows
-for the consumers in the worker. `transport.receiver` uses a `ByteBudget` alone, for all mailboxes of a client together.
+`transport.sender` queues results for the client, `capture.consumers` rows for one consumer, and `runtime.sending` rows for the consumers in
+the worker. `transport.receiver` uses a `ByteBudget` alone, for all mailboxes of a client together.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class ByteBudget:
     """Counts bytes in use and makes producers wait while there are too many.
 
     Attributes:
-        limit: in bytes. A single larger item still passes when nothing else is in use.
+        limit: in bytes. A single larger item still passes when no other bytes are in use.
         used: bytes in use.
         blocked_seconds: how long producers have waited, in total.
-        changed: guards all of it, and is notified of every change. The user may guard state of its own with it.
-        closed: nobody waits for room any more.
+        changed: guards all of it, and is notified of every change. The owner may guard state of its own with it.
+        closed: producers no longer wait for room.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,7 +53,7 @@ class ByteBudget:
         return self.closed or not self.used or self.used + size <= self.limit
 
     def wait_for_room(self, size: int = 0, wait: Callable[[Callable[[], bool]], object] | None = None) -> None:
-        """Wait until `size` bytes fit. `wait(condition)` replaces `changed.wait_for`, to give up for other reasons, say."""
+        """Wait until `size` bytes fit. `wait(condition)` replaces `changed.wait_for`, for example to stop waiting for other reasons."""
         with self.changed:
             if self.has_room(size):
                 return
@@ -62,7 +62,7 @@ class ByteBudget:
             self.blocked_seconds += time.monotonic() - start
 
     def close(self) -> None:
-        """Wake everybody who waits. Idempotent."""
+        """Wake all waiting producers. Idempotent."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -72,7 +72,7 @@ class BoundedQueue(ByteBudget, Generic[T]):
     """See the module. The bytes of an item count until the consumer calls `task_done` for it.
 
     Attributes:
-        error: the exception that the consumer raised, without its traceback. The queue is closed and empty then.
+        error: the exception that the consumer raised, without its traceback. The queue is then closed and empty.
     """
 
     def __init__(self, limit: int) -> None:
@@ -86,12 +86,12 @@ class BoundedQueue(ByteBudget, Generic[T]):
         return len(self._items)
 
     def start(self, name: str, run: Callable[[], None]) -> None:
-        """Run the consumer in a daemon thread. If `run` raises, what is queued is dropped and the queue closed."""
+        """Run the consumer in a daemon thread. If `run` raises, the queued items are dropped and the queue is closed."""
         self._thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
         self._thread.start()
 
     def put(self, item: T, size: int = 0) -> bool:
-        """Queue an item of `size` bytes, waiting for room if it has any. False, and nothing is queued, if the queue is closed."""
+        """Queue an item of `size` bytes; an item with bytes waits for room. Returns False without queueing it if the queue is closed."""
         with self.changed:
             if size and not self.has_room(size):
                 self.wait_for_room(size)
@@ -105,7 +105,7 @@ class BoundedQueue(ByteBudget, Generic[T]):
     def get(self, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> T | None:
         """The next item; waits up to `timeout` seconds for it.
 
-        None if none came in time, if `unless()` is true while none is there, or if the queue is closed and empty.
+        None if no item came in time, if the queue is empty and `unless()` is true, or if the queue is closed and empty.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._items or self.closed or unless(), timeout)
@@ -116,19 +116,19 @@ class BoundedQueue(ByteBudget, Generic[T]):
             return item
 
     def task_done(self) -> None:
-        """The consumer has finished the oldest item that it has taken, if there is one."""
+        """The consumer has finished the oldest of its items, if it has any."""
         with self.changed:
             if self._taken:
                 self.add(-self._taken.popleft())
 
     def drop(self, instead: Iterable[T] = ()) -> None:
-        """Forget the queued items and queue `instead`, which hold no bytes, also if the queue is closed."""
+        """Drop the queued items and queue `instead`, which hold no bytes, even if the queue is closed."""
         with self.changed:
             self.add(-sum(size for _, size in self._items))
             self._items = deque((item, 0) for item in instead)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the consumer's thread to end. False if it has not within `timeout` seconds."""
+        """Wait for the consumer's thread to end. False if it runs for more than `timeout` seconds."""
         assert self._thread is not None
         self._thread.join(timeout)
         return not self._thread.is_alive()

@@ -1,6 +1,6 @@
 """Engine settings, which travel in vLLM's `additional_config`.
 
-They are part of vLLM's config hash, and so of the compile cache's key: nothing that differs from start to start belongs here.
+They are part of vLLM's config hash, and so of the compile cache's key. So they must be the same at every start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRACE_SHARE = 0.2
 GRAPH_BYTES = 1 << 30
 # At these sites a write in place changes all of the later forward pass and nothing else.
 BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
-# vLLM fuses the sum over the ranks with the norm behind it, unless a site lies between them.
+# vLLM fuses the sum over the ranks with the norm after it, unless a site lies between them.
 _WITH_SEVERAL_RANKS = ("resid_post",)
 
 
@@ -32,11 +32,12 @@ class Settings:
     Attributes:
         allow_traces: whether requests may carry code.
         rename: other names of the model's modules.
-        graph_sites: sites built into the compiled forward of an engine with tensor parallelism; others have all that can be.
+        graph_sites: sites built into the compiled forward of an engine with tensor parallelism; other engines build in all possible ones.
         record_bytes: how much of the workers' memory recorded runs may take.
         weight_bytes: how much of it the weights that traces have used may take.
-        trace_share: of the engine's time, what requests with a trace in the forward get while there are others; 1: they share steps.
-        graph_bytes: how much of it CUDA graphs may take in which plans act.
+        trace_share: the share of the engine's time for requests with a trace in the forward, while there are other requests; with 1, they
+            share steps.
+        graph_bytes: how much of the memory CUDA graphs with plans may take.
         plan: a plan for every request, as JSON.
 
     Raises:
@@ -56,13 +57,13 @@ class Settings:
     def __post_init__(self) -> None:
         for site in self.graph_sites:
             if site not in BUILDABLE:
-                raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
+                raise UnknownSiteError(f"graph_sites has {site!r}; allowed: {', '.join(BUILDABLE)}.")
 
         if not 0 < self.trace_share <= 1:
             raise ValueError(f"trace_share is {self.trace_share!r}; it is above 0 and at most 1.")
 
     def sites_in_graphs(self, tensor_ranks: int) -> tuple[str, ...]:
-        """The sites to build into the compiled forward, where that can be done."""
+        """The sites to build into the compiled forward."""
         return self.graph_sites if tensor_ranks > 1 else BUILDABLE
 
     def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -75,11 +76,11 @@ class Settings:
 
 
 def chosen_graph_sites(given: Sequence[str] | None, tensor_ranks: int | None = None) -> tuple[str, ...]:
-    """The setting `graph_sites` for what a caller has given. Warns where it has no effect.
+    """The setting `graph_sites` for a caller's argument. Warns where it has no effect.
 
     Args:
-        given: None if the caller has left it to midstream.
-        tensor_ranks: how many the engine has; None if that is not known here.
+        given: None for the default.
+        tensor_ranks: the engine's number of ranks; None if it is unknown here.
 
     Raises:
         UnknownSiteError: a site that cannot be built in.
@@ -98,5 +99,5 @@ def chosen_graph_sites(given: Sequence[str] | None, tensor_ranks: int | None = N
 
 
 def is_ours(request: Any) -> bool:
-    """Whether a request, as the scheduler or a worker has it, carries a trace or a plan."""
+    """Whether a request, in the scheduler's or a worker's form, carries a trace or a plan."""
     return (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None

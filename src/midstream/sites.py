@@ -1,7 +1,7 @@
-"""The places of a decoder-only model where activations are read and changed.
+"""The sites: places of a decoder-only model where activations are read and changed.
 
-A site is `(name, layer)`. Its value is the activation in the mathematical sense, however the engine stores it: `[tokens, hidden]`, the
-request's own tokens in this step. A `Binding` says where in the running model that value lies.
+A site is `(name, layer)`. Its value is the activation in the mathematical sense, independent of how the engine stores it: `[tokens,
+hidden]`, the request's own tokens in this step. A `Binding` gives the place of the value in the running model.
 """
 
 from __future__ import annotations
@@ -16,21 +16,11 @@ if TYPE_CHECKING:
     from midstream.tree import Ref
 
 # In the order of the forward pass.
-LAYER_SITES = (
-    "resid_pre",
-    "attn_in",
-    "attn_z",
-    "attn_out",
-    "resid_mid",
-    "mlp_in",
-    "mlp_act",
-    "mlp_out",
-    "resid_post",
-)
+LAYER_SITES = ("resid_pre", "attn_in", "attn_z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out", "resid_post")
 _PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:8])  # attention and MLP, which some models run side by side
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 
-# The standard accessors, with the names that nnterp gave them.
+# The standard accessors, with nnterp's names.
 ACCESSORS = {
     "layers_input": "resid_pre",
     "layers_output": "resid_post",
@@ -78,23 +68,22 @@ def hook_hint(name: str) -> str:
 
 Kind = Literal["input", "output"]
 Point = tuple[str, int]  # (site, layer)
-Key = tuple[
-    str, ...
-]  # a point of the forward: (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
+# A point of the forward: (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output").
+Key = tuple[str, ...]
 
 
 def point_name(key: Key) -> str:
-    """How a user would write the point: `model.layers.3.output`."""
+    """The point as a user would write it: `model.layers.3.output`."""
     return ".".join(part for part in key if part)
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Where one site's value lies: a module, its input or output, and the leaves there.
+    """The place of one site's value: a module, its input or output, and the leaves there.
 
-    For `kind="input"` leaves are looked up in the pair `(args, kwargs)`: `(0, 1)` is the second positional argument,
-    `(1, "hidden_states")` a keyword argument. For `kind="output"` they are looked up in what the module returns: `()` is the returned
-    tensor itself, `(0,)` the first element of a tuple.
+    For `kind="input"` leaves are looked up in the pair `(args, kwargs)`: `(0, 1)` is the second positional argument, `(1, "hidden_states")`
+    a keyword argument. For `kind="output"` they are looked up in the module's return value: `()` is the returned tensor itself, `(0,)` the
+    first element of a tuple.
 
     Attributes:
         path: the module's path in the tree, such as `model.layers.3`.
@@ -129,7 +118,7 @@ class Binding:
         return value
 
     def leaves(self, value: torch.Tensor, leaf: Callable[[Ref], Any]) -> list[tuple[Ref, torch.Tensor]]:
-        """What to write to which leaf, so that `read` then returns exactly `value`."""
+        """The tensor to write to each leaf, so that `read` then returns exactly `value`."""
         if self.heads is not None:
             value = value.flatten(-2)
         if self.scale != 1.0:
@@ -137,14 +126,14 @@ class Binding:
         second = leaf(self.residual) if self.residual is not None else None
         if self.residual is None or second is None:
             return [(self.hidden, value)]
-        if second.ndim == 1:  # a bias beside the output, which belongs to all requests
+        if second.ndim == 1:  # a bias next to the output, shared by all requests
             return [(self.hidden, value - second)]
         # v + 0 is v in every dtype; (v - residual) + residual is not.
         return [(self.hidden, value), (self.residual, value.new_zeros(()).expand_as(value))]
 
 
 def comes_before(one: Point, other: Point) -> bool:
-    """Whether every model has computed the value at `one` when it gets to `other`."""
+    """Whether every model computes the value at `one` before it reaches `other`."""
     (site, layer), (later, its_layer) = one, other
     if layer != its_layer or site == later:
         return layer < its_layer
@@ -153,11 +142,11 @@ def comes_before(one: Point, other: Point) -> bool:
 
 
 class NotFinite(NamedTuple):
-    """Where a request's activations were first seen to be infinite or NaN.
+    """The first place where a request's activations were seen to be infinite or NaN.
 
     Attributes:
         position: the lowest such position, counted from the start of the prompt.
-        point: the first (site, layer) where a plan's edit caused it; None if the cause lies elsewhere.
+        point: the first (site, layer) where a plan's edit caused it; None for other causes.
     """
 
     position: int

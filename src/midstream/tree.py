@@ -1,9 +1,9 @@
-"""Trees of tuples, lists, named tuples, dicts and transformers' ModelOutput, as modules take and return them; their tensors' bytes."""
+"""Trees of tuples, lists, named tuples, dicts and transformers' ModelOutput, as modules take and return them; and the memory of tensors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Opaque:
-    """A value that these functions do not look into, because that would count as using it."""
+    """A value that these functions treat as a leaf, because looking into it would count as using it."""
 
 
 def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
@@ -44,10 +44,10 @@ def map_tensors(tree: Any, change: Callable[[Ref, Any], Any], at: Ref = ()) -> A
         changed = {name: map_tensors(tree[name], change, (*at, name)) for name in tree.keys()}  # noqa: SIM118
         if not isinstance(tree, dict) or is_dataclass(tree):  # transformers' ModelOutput, for one
             return type(tree)(**changed)
-        kept = copy.copy(tree)  # a defaultdict, say, stays one
+        copied = copy.copy(tree)  # a defaultdict, say, stays one
         for name, item in changed.items():  # a Counter's `update` would add them
-            kept[name] = item
-        return kept
+            copied[name] = item
+        return copied
     return tree
 
 
@@ -97,7 +97,8 @@ def objects_in(tree: Any, kind: type[T]) -> Iterator[T]:
 
 
 def map_objects(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
-    """`tree` with every object of class `kind` in its lists, dicts and tuples replaced. What is there twice stays one object.
+    """`tree` with every object of class `kind` in its lists, dicts and tuples replaced. An object that occurs twice is replaced by one
+    object.
 
     Args:
         known: the results so far, by the ids of the originals.
@@ -125,7 +126,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def is_raw(value: object) -> bool:
-    """Whether a tensor is sent as bytes. Sparse, quantized, nested, meta and wrapper tensors are pickled."""
+    """Whether a tensor is sent as bytes. Sparse, quantized, nested, meta and wrapper tensors are pickled instead."""
     if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter):
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
@@ -138,25 +139,45 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A raw tensor's elements as flat uint8, row-major. A copy only if they do not lie that way already."""
+    """A raw tensor's elements as flat uint8, row-major. A copy only if they are not contiguous."""
     bits = as_bits(tensor).contiguous()
-    return bits.as_strided((bits.numel(),), (1,)).view(
-        torch.uint8
-    )  # reshape would keep the odd stride of a single element
+    # Reshape would keep the odd stride of a single element.
+    return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is not raw as it can be pickled: on the CPU, in a layout that pickle supports."""
+    """A tensor that is not raw, in a form that can be pickled: on the CPU, in a layout that pickle supports."""
     if tensor.is_mkldnn:
         return tensor.to_dense()
     return tensor if tensor.is_cpu or tensor.is_meta else tensor.cpu()
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """The address of the tensor's storage; None if it has none of its own, like sparse tensors and wrappers."""
+    """The address of the tensor's storage; None for sparse tensors and wrappers, which have none of their own."""
     if tensor.layout is not torch.strided:
         return None
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return None
+
+
+# Lazy copies share memory until the first write to one of them. `data_ptr` and `numpy` make real copies of them.
+
+_C: Any = torch._C
+
+
+def lazy_copy(tensor: torch.Tensor) -> Any:
+    """A copy of a tensor on the CPU that takes no memory until the first write to it or to the tensor."""
+    return torch._lazy_clone(tensor)  # type: ignore[attr-defined]
+
+
+def unwritten(tensor: torch.Tensor) -> Hashable | None:
+    """The address and layout of the numbers of a lazy copy; None if it has memory of its own.
+
+    Two tensors with equal results have equal content. The result stays valid while an unchanged lazy copy of the tensor lives.
+    """
+    if not (tensor.is_cpu and tensor.layout is torch.strided and _C._is_cow_tensor(tensor)):
+        return None
+    bits = tensor.is_conj(), tensor.is_neg()
+    return _C._data_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits

@@ -11,7 +11,7 @@ from plan_cases import FRANCE, GREEDY, HIDDEN, ITALY, P, after_rows, everything,
 
 from midstream import Steer
 from midstream.plan.program import Program
-from midstream.plan.steps import INPUT, Const, Constant, Ref, Rows, Step
+from midstream.plan.steps import INPUT, Const, Constant, Ref, RowCount, Step
 from midstream.plan.values import Apply
 
 UP = torch.randn(HIDDEN, 512, generator=torch.Generator().manual_seed(1)) / 16
@@ -74,9 +74,9 @@ def test_heads_of_attention(model: Any, plain: Plain) -> None:
     """A program takes all heads side by side, and may see them as an axis."""
     heads = 4
     steps = (
-        Step("reshape.default", (INPUT, (Rows(1), heads, HIDDEN // heads))),
+        Step("reshape.default", (INPUT, (RowCount(1), heads, HIDDEN // heads))),
         Step("mul.Tensor", (Ref(0), Const(0))),
-        Step("reshape.default", (Ref(1), (Rows(1), HIDDEN))),
+        Step("reshape.default", (Ref(1), (RowCount(1), HIDDEN))),
     )
     each = torch.tensor([1.0, 0.0, 2.0, 1.0])[:, None]
     plan = [

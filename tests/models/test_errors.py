@@ -281,7 +281,7 @@ def test_an_error_in_a_standing_edit_is_raised_and_the_edit_can_be_cleared(model
 
 
 def test_a_barrier_that_not_all_reach(model, plain):
-    with pytest.raises(BarrierError, match="at a barrier of 2: that many invokes have to come to it"):
+    with pytest.raises(BarrierError, match="at a barrier of 2: that many invokes have to reach it"):
         with model.trace(temperature=0.0) as tracer:
             barrier = tracer.barrier(2)
             with tracer.invoke(PARIS):

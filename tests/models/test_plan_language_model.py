@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -21,6 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from midstream import Capture, Clamp, LanguageModel, Patch, Plan, Span, Steer, demo_model, open_captures
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError, UnknownSiteError
+from midstream.plan.compile import compile_plan
+from midstream.runtime.points import PointHooks, points_of
+from midstream.runtime.tables import RowProfiles
+from midstream.runtime.torch_tables import TorchTables
 
 # -------------------------------------------------------------------------------------------------------- architectures
 
@@ -112,6 +117,33 @@ def test_plans_on_other_architectures(tiny: Any, name: str) -> None:
         close(output.captures["resid_post", layer], seen[block.format(layer)])
         differs(output.captures["resid_post", layer], unedited[block.format(layer)])
     close(output.captures["mlp_out", 0], seen[f"{block.format(0)}.{mlp}"])
+
+
+@pytest.mark.parametrize("order", [["resid_mid", "mlp_in"], ["mlp_in", "resid_mid"]], ids=" then ".join)
+def test_sites_in_one_tensor_are_edited_in_the_order_of_the_forward(tiny: Any, order: list[str]) -> None:
+    """Here the value after attention goes into the MLP as it is. A request with one of the two sites may come before one with the other."""
+    model, plain = tiny("olmo2")
+    v = vector(1, 4.0, WIDTH)
+    plan = Plan.of([Steer("resid_mid", layers=1, vector=v), Capture("mlp_in", layers=1)])
+    tables = TorchTables(points_of(model.arch), torch.device("cpu"), torch.float32)
+    hooks = PointHooks(model.module, model.arch, (), tables)
+    widths, layers = model.arch.widths, model.arch.num_layers
+    compiled = compile_plan(plan, len(IDS), layers, width=lambda *point: widths[point], vector=None, run=None)
+    for site in order:
+        hooks.need([(site, 1)])
+    rows, hooks.on = torch.empty(1, WIDTH), True
+    place = np.array([0] * (len(IDS) - 1) + [rows.data_ptr()])
+    tables.begin_step(RowProfiles(tables.load(compiled).ids[compiled.prompt]), place)
+    with torch.no_grad():
+        model.module(input_ids=torch.tensor([IDS]), use_cache=False)
+    hooks.release([(site, 1) for site in order])
+    assert not len(hooks)
+    seen = []
+    module = plain.get_submodule(model.arch.binding("resid_mid", 1).path)
+    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    plain(input_ids=torch.tensor([IDS]), use_cache=False)
+    handle.remove()
+    close(rows[0], seen[0].reshape(-1, WIDTH)[-1] + v)
 
 
 def test_a_site_that_the_architecture_lacks_is_named_with_those_it_has(tiny: Any) -> None:

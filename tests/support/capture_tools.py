@@ -17,7 +17,7 @@ from midstream.capture import rows as capture_rows
 from midstream.capture import sinks as capture_sinks
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import NO_ROUTES, Captured, Rows, routes
-from midstream.plan.captures import Key, Planes
+from midstream.plan.captures import PlaneKey, Planes
 from midstream.plan.selections import Selection
 from midstream.plan.values import Capture
 
@@ -55,10 +55,10 @@ class Segment(NamedTuple):
         return Rows(*self[1:])
 
 
-def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, Selection] | None = None) -> Captured:
+def gather(segments: Sequence[Segment], stop: int, selected: dict[PlaneKey, Selection] | None = None) -> Captured:
     """The captures of the segments' request; without `selected`, of all positions that are there."""
     if selected is None:
-        there: dict[Key, set[int]] = {}
+        there: dict[PlaneKey, set[int]] = {}
         for each in segments:
             for key in each.layout.by_key:
                 there.setdefault(key, set()).update(each.positions.tolist())

@@ -27,14 +27,15 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
-from midstream.lowering.kept import CapturedSteps
+from midstream.lowering.client_traces import CapturedSteps
 from midstream.lowering.tiers import Lowered, Tier, lowered_requests
 from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
 from midstream.plan.vectors import Zeros
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
-from midstream.trace.program import RETURNED, FunctionProgram, Program, ship
+from midstream.trace.code import RETURNED, FunctionProgram, TraceProgram
 from midstream.trace.record import Model
+from midstream.trace.shipping import ship
 from midstream.trace.tracer import SAVE_ABOVE
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 8, 5, 20
@@ -82,18 +83,21 @@ ROWS = torch.arange(float(LENGTH * WIDTH)).reshape(LENGTH, WIDTH)
 
 
 def lowered(
-    requests: Sequence[Sequence[Callable | Program]], lengths: Sequence[int], steps: Sequence[int], known: Model = MODEL
+    requests: Sequence[Sequence[Callable | TraceProgram]],
+    lengths: Sequence[int],
+    steps: Sequence[int],
+    known: Model = MODEL,
 ) -> list[Lowered]:
     """What the bodies of each request do."""
-    made: dict[int, Program] = {}  # one function is one program
+    made: dict[int, TraceProgram] = {}  # one function is one program
     programs = [
-        [each if isinstance(each, Program) else made.setdefault(id(each), FunctionProgram(each)) for each in own]
+        [each if isinstance(each, TraceProgram) else made.setdefault(id(each), FunctionProgram(each)) for each in own]
         for own in requests
     ]
     return lowered_requests(programs, ship(programs), known, lengths, steps)
 
 
-def found(*bodies: Callable | Program, steps: int = 4, length: int = LENGTH, known: Model = MODEL) -> Lowered:
+def found(*bodies: Callable | TraceProgram, steps: int = 4, length: int = LENGTH, known: Model = MODEL) -> Lowered:
     """What one request's bodies do."""
     return lowered([bodies], [length], [steps], known)[0]
 
@@ -290,7 +294,7 @@ def checked(fn: Callable, steps: int = 4, length: int = LENGTH, known: Model = M
         assert (site, layer) in given.reads and (step == 0 or not given.reads[site, layer]), (site, layer, step)
     if given.tier is Tier.CLIENT:
         assert error is None
-        computes = any(program is not None for program in given.kept.programs.values())
+        computes = any(program is not None for program in given.saved_rows.programs.values())
         assert_equal(client_value(given, request), returned, 2e-5 if computes else 0)
     if given.tier is Tier.PLAN:
         assert error is None
@@ -350,10 +354,10 @@ def client_value(given: Lowered, request: Numbers) -> Any:
                 "all": [first, *later],
             }[each]
             prompt = {"last_prompt": 1, "all_prompt": len(first), "all": len(first)}.get(each, prompt)
-        program = given.kept.programs[site, layer]
+        program = given.saved_rows.programs[site, layer]
         found = torch.cat(rows)
         planes[site, layer] = found if program is None else run(program, found.flatten(1))
-    outcome = given.kept_trace(request.length).outcome(CapturedSteps(planes, prompt, request.steps))
+    outcome = given.client_trace(request.length).outcome(CapturedSteps(planes, prompt, request.steps))
     return outcome.values.get(RETURNED)
 
 

@@ -25,8 +25,9 @@ from bare_trace import Trace, run_python
 
 from midstream.errors import SourceUnavailableError, TraceError, UnsavedError
 from midstream.trace.block import Block, SkipBlock, capture, link, locals_at, push, skip, skipped
-from midstream.trace.program import BlockProgram, ship, unship
+from midstream.trace.code import BlockProgram
 from midstream.trace.saves import Unsaved
+from midstream.trace.shipping import ship, unship
 from midstream.trace.tracer import steps_of
 
 

@@ -14,10 +14,10 @@ import midstream
 from midstream.capture.rows import Captured
 from midstream.client.model import StandingEdit
 from midstream.errors import CaptureError, NeverReachedError
-from midstream.lowering.kept import CapturedSteps
+from midstream.lowering.client_traces import CapturedSteps
 from midstream.lowering.tiers import Tier
 from midstream.plan.running import run
-from midstream.trace.program import RETURNED, FunctionProgram
+from midstream.trace.code import RETURNED, FunctionProgram
 from midstream.trace.tracer import save
 
 LISTED, WIDTH = [0, 2], len(V)
@@ -38,8 +38,8 @@ def outcome(fn, count=3, most=None):
     """What `fn` gives of `steps(count)`, in a request with at most `most` steps."""
     given = found(fn, steps=most or count)
     assert given.tier is Tier.CLIENT, given.reason
-    prompt = 1 if given.kept.last else LENGTH
-    return given.kept_trace(LENGTH).outcome(steps(count, prompt, LENGTH - prompt))
+    prompt = 1 if given.saved_rows.last else LENGTH
+    return given.client_trace(LENGTH).outcome(steps(count, prompt, LENGTH - prompt))
 
 
 def kept(fn, count=3, most=None):
@@ -255,10 +255,10 @@ def test_a_request_that_ends_early_has_its_own_results():
         return [model.layers_output[1][-1].sum() for _ in tracer.iter[:]]
 
     given = found(body, steps=6)
-    program = given.kept.programs["resid_post", 1]
+    program = given.saved_rows.programs["resid_post", 1]
     captured_ = steps(3, 1, LENGTH - 1)
     rows = captured_.planes["resid_post", 1]
-    outcome_ = given.kept_trace(LENGTH).outcome(CapturedSteps({("resid_post", 1): run(program, rows)}, 1, 3))
+    outcome_ = given.client_trace(LENGTH).outcome(CapturedSteps({("resid_post", 1): run(program, rows)}, 1, 3))
     assert [value.item() for value in outcome_.values[RETURNED]] == [1 + LENGTH - 1 + i for i in range(3)]
 
 
@@ -275,7 +275,7 @@ def test_other_values_with_fewer_steps_are_an_error():
     given = found(body, steps=6)
     assert given.tier is Tier.CLIENT
     with pytest.raises(CaptureError, match="ended early"):
-        given.kept_trace(LENGTH).outcome(steps(3, 1, LENGTH - 1))
+        given.client_trace(LENGTH).outcome(steps(3, 1, LENGTH - 1))
 
 
 def test_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
@@ -439,7 +439,7 @@ def test_each_request_has_tensors_of_its_own():
         return [model.layers_output[2][-1] for _ in tracer.iter[:]]
 
     first, second = lowered([[body]] * 2, [LENGTH] * 2, [3] * 2)
-    traces = [first.kept_trace(LENGTH), second.kept_trace(LENGTH)]
+    traces = [first.client_trace(LENGTH), second.client_trace(LENGTH)]
     for trace, begin in zip((*traces, traces[0]), (0, 100, 200), strict=True):
         rows = trace.outcome(steps(3, 1, begin)).values[RETURNED]
         assert [row[:2].tolist() for row in rows] == [[2, begin + i] for i in range(3)]
@@ -476,7 +476,7 @@ def test_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, monkey
     module = importlib.import_module("module_of_a_kept_row")
     given = found(module.probe)
     module.LAYER = 2
-    assert given.kept_trace(LENGTH).outcome(steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
+    assert given.client_trace(LENGTH).outcome(steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
 
 
 def test_a_standing_edit_is_not_left_to_the_caller():

@@ -43,7 +43,6 @@ LEAVES = {
     "settings",
     "bundled",
     "hooks",
-    "lazy",
     "plots",
     "progress",
     "queues",

@@ -54,7 +54,7 @@ REFUSED = [
     (patch(mask=EIGHT), {}, r"^Patch\.mask is of width 8; allowed: 4"),
     (Steer("resid_post", vector="clam"), {}, r"^Steer\.vector: the engine has no vector 'clam'; did you mean 'calm'\?$"),
     (patch(mask="x"), {}, r"^Patch\.mask: the engine has no vector 'x'; there are 'calm', 'wide'$"),
-    (patch(source="mean"), {}, r"^Patch\.source: the engine has no vector 'mean'; a recorded run is given itself: source="),
+    (patch(source="mean"), {}, r"^Patch\.source: the engine has no vector 'mean'; a recorded run is pass the recorded run itself: source="),
     (patch(source=Named("y")), {"vectors": {}}, r"^Patch\.source: the engine has no vector 'y'; there are none$"),
     (patch(position=5), {}, r"^Patch\.position is 5; allowed: from -5 to 4, since the prompt has 5 tokens\.$"),
     (patch(position=[0, -6]), {}, r"^Patch\.position is -6; allowed: from -5 to 4"),

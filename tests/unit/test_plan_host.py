@@ -29,9 +29,10 @@ from midstream.runtime.request import PlanRequest, packed
 from midstream.runtime.sending import CaptureSender, LocalSinks
 from midstream.runtime.step import RequestEnd
 from midstream.runtime.store import make_run
-from midstream.runtime.tables import CpuTables, DeviceTables, RowProfiles
+from midstream.runtime.tables import DeviceTables, RowProfiles
+from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import Binding
-from midstream.trace.rows import Layout
+from midstream.trace.rows import BatchLayout
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]
 POINTS = [(site, layer) for site in ("resid_post", "mlp_out") for layer in range(LAYERS)]
@@ -55,7 +56,7 @@ class Steps:
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, shard_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
-        self.tables = CpuTables(points_of(arch), torch.float32)
+        self.tables = TorchTables(points_of(arch), torch.device("cpu"), torch.float32)
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
@@ -113,7 +114,7 @@ class Steps:
         rows, first = np.array([counts[n] for n in order]), np.array([self.computed[n] for n in order])
         total = int(rows.sum())
         if self.host.step_is_planned and not self.host.is_prepared(order, total):  # as the runner's adapter asks
-            self.host.begin_step(Layout(order, rows, first, total))
+            self.host.begin_step(BatchLayout(order, rows, first, total))
         self.taken = {name: self.host.take_rows(name) for name in order}
         positions = [position for n in order for position in range(self.computed[n], self.computed[n] + counts[n])]
         seen = self.forward(positions) if self.host.step_is_planned else None
@@ -570,7 +571,7 @@ def test_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch)
     sampling = _sampling(Capture("resid_post", layers=0, positions="all"))
     sampling.stop = ["."]
     steps.host.schedule({"b": (sampling, PROMPT)}, {"b": 3}, {"a": RequestEnd(8)}, {"b": 0})
-    steps.host.begin_step(Layout(["b"], np.array([3]), np.array([0]), 3))
+    steps.host.begin_step(BatchLayout(["b"], np.array([3]), np.array([0]), 3))
     steps.forward(range(3))
     steps.host.end_step()
     assert [header.confirmed for header, _ in steps.sent if header.request == "b"] == [0]

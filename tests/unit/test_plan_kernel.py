@@ -19,7 +19,8 @@ from limits import examples
 from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import Op
-from midstream.runtime.tables import CpuTables, DeviceTables, RowProfiles, Tables
+from midstream.runtime.tables import DeviceTables, RowProfiles, Tables
+from midstream.runtime.torch_tables import TorchTables
 
 pytest.importorskip("triton")
 
@@ -132,7 +133,9 @@ def make(draw: Any, kind: str) -> Op:
 
 
 def make_tables(kind: type[Tables], rows: int, dtype: torch.dtype = torch.float32) -> Tables:
-    return DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else CpuTables(POINTS, dtype)
+    return (
+        DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else TorchTables(POINTS, torch.device("cpu"), dtype)
+    )
 
 
 def device_of(tables: Tables) -> torch.device:
@@ -189,7 +192,7 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
         "batch_axis": False,
     }
     wanted = -1.5 * (x + residual + v[0]) * (1 + 2 * mask)
-    for tables in (make_tables(DeviceTables, 64), make_tables(CpuTables, 64)):
+    for tables in (make_tables(DeviceTables, 64), make_tables(TorchTables, 64)):
         results, _ = run(tables, plan, case)
         hidden, second = (t.cpu() for t in results[POINTS[0]])
         assert torch.equal(hidden[0], x[0]) and torch.equal(second[3], residual[3])
@@ -204,7 +207,7 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
 def test_kernel_pytorch_and_closed_form_agree(case: dict[str, Any]) -> None:
     plan = compiled(case["profiles"], case["bank"], case["x"].shape[1])
     kernel, kept = run(DeviceTables(POINTS, 64, DEVICE), plan, case)
-    plain, plain_kept = run(CpuTables(POINTS, case["dtype"]), plan, case)
+    plain, plain_kept = run(TorchTables(POINTS, torch.device("cpu"), case["dtype"]), plan, case)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[case["dtype"]]
     x = case["x"].to(case["dtype"])
     residual = case["residual"].to(case["dtype"]) if case["residual"] is not None else None
@@ -251,7 +254,7 @@ def test_rows_that_all_get_the_same_are_edited_in_copies_as_in_place(dtype: torc
     case = {"rows": [1] * 5, "x": x, "residual": more, "dtype": dtype, "batch_axis": False}
     bank = [torch.full((16,), -500.0), torch.arange(16) % 2.0]
     plan = compiled([{POINTS[0]: [op("patch", 0, 1, a=0.5)]}], bank, 16)
-    results, _ = run(CpuTables(POINTS, case["dtype"]), plan, case)
+    results, _ = run(TorchTables(POINTS, torch.device("cpu"), case["dtype"]), plan, case)
     hidden, residual = results[POINTS[0]]
     changed = hidden.cpu() != x.to(dtype)
     assert changed[:, 1::2].all() and not changed[:, ::2].any()
@@ -268,7 +271,11 @@ def test_elements_that_come_out_as_they_were_keep_both_streams(dtype: torch.dtyp
             vector[kept] = 0.0
         x, residual = torch.full((3, 8), 1.0), torch.full((3, 8), 2.0)
         case = {"rows": rows, "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
-        results, _ = run(CpuTables(POINTS, dtype), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8), case)
+        results, _ = run(
+            TorchTables(POINTS, torch.device("cpu"), dtype),
+            compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8),
+            case,
+        )
         changes = (torch.tensor(rows)[:, None] > 0) & (vector != 0)
         hidden, second = (stream.cpu().float() for stream in results[POINTS[0]])
         assert torch.equal(hidden, torch.where(changes, 7.0, 1.0)) and torch.equal(
@@ -276,7 +283,7 @@ def test_elements_that_come_out_as_they_were_keep_both_streams(dtype: torch.dtyp
         )
 
 
-@pytest.mark.parametrize("tables", [DeviceTables, CpuTables])
+@pytest.mark.parametrize("tables", [DeviceTables, TorchTables])
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual: bool, dtype: torch.dtype) -> None:
@@ -299,7 +306,7 @@ def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tables", [DeviceTables, CpuTables])
+@pytest.mark.parametrize("tables", [DeviceTables, TorchTables])
 def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
     """No limit on how many different plans a batch has: 500 at once, then none, then others."""
     table = make_tables(tables, 1024)
@@ -318,7 +325,7 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
     assert table.growths == 3  # 64 -> 512
 
 
-@pytest.mark.parametrize("tables", [DeviceTables, CpuTables])
+@pytest.mark.parametrize("tables", [DeviceTables, TorchTables])
 def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """D2, D7: as those of a pipeline do, each row has its own batch's ops, and what a batch needs is uploaded, or made, once."""
     table, uploads = make_tables(tables, 8), []

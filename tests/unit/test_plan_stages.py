@@ -388,7 +388,7 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
     many = Plan.of(Patch("resid_post", layer=0, position=range(0, 4000, 2), source="zeros"))
     assert 2000 * 30 < plan_bytes(many) < 2000 * 200
     keys = PlanKeys(many, 4000, LAYERS)
-    held = [*keys._starts, *keys._stops, *keys._within, *keys._behind]
+    held = [*keys._starts, *keys._stops, *keys._within, *keys._after]
     real = sum(map(sys.getsizeof, held))
     assert 0.5 * real < keys.size < 2 * real
 

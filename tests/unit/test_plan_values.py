@@ -107,7 +107,7 @@ REFUSED = [
     (patch, {"mask": [[1], [1]]}, r"^Patch\.mask is of shape \[2, 1\]; allowed: shape \[hidden\], such as x\[0\] or x.*\.$"),
     (steer, {"positions": "last_prompt"}, r"^Steer\.positions is 'last_prompt'; allowed: a position, a sequence of positions, or Span"),
     (steer, {"positions": []}, r"^Steer\.positions is empty; allowed: a position"),
-    (clamp, {"positions": 1, "phase": "prefill"}, r"^Clamp\.positions is 1 beside phase='prefill'; allowed: positions of the prompt alone"),
+    (clamp, {"positions": 1, "phase": "prefill"}, r"^Clamp\.positions is 1 with phase='prefill'; allowed: positions of the prompt alone"),
     (clamp, {"positions": -1, "phase": "decode"}, r"^Clamp\.positions is -1; allowed: with phase=\"decode\" numbers of generated tokens"),
     (clamp, {"positions": Span("a"), "phase": "decode"}, r"^Clamp\.positions is Span.*numbers of generated tokens, from 0 to 65535"),
     (capture, {"positions": "last"}, r"^Capture\.positions is 'last'; allowed: 'last_prompt', 'all_prompt', 'all_gen.*', a position"),

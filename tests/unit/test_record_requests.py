@@ -9,7 +9,7 @@ import torch
 from recorded import LENGTH, UNIT, WIDTH, V, captured, checked, found, lowered, patch, planned, said, steer
 
 from midstream.lowering.tiers import Tier
-from midstream.trace.program import FunctionProgram
+from midstream.trace.code import FunctionProgram
 from midstream.trace.record import fingerprint
 
 # Variables that change.

@@ -9,10 +9,10 @@ import pytest
 import torch
 from recorded import LENGTH, MODEL, WIDTH, V, checked, found
 
-from midstream.lazy import lazy_copy, unwritten
 from midstream.lowering import recordings
 from midstream.runtime.request import Tier
 from midstream.trace.graph import same_tensor
+from midstream.tree import lazy_copy, unwritten
 
 
 def model():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from midstream.errors import TraceError
-from midstream.trace.remote import Place, RemoteValue, real
+from midstream.trace.parallel import Origin, StageValue, real
 from midstream.tree import leaves, map_tensors
 
 
@@ -21,7 +21,7 @@ class Body:
     def __init__(self, *values: Any) -> None:
         self.values, self.fetches = values, 0
 
-    def fetch(self, place: Place) -> Any:
+    def fetch(self, place: Origin) -> Any:
         self.fetches += 1
         value = self.values[place.number]
         for step in place.ref:
@@ -29,9 +29,9 @@ class Body:
         return copy.deepcopy(value)
 
 
-def remote(value: Any, width: int | None = None) -> tuple[RemoteValue, Body]:
+def remote(value: Any, width: int | None = None) -> tuple[StageValue, Body]:
     body = Body(value)
-    return RemoteValue(Place("a", 0, 1, 0, False, "model.layers.5.output", body.fetch, width)), body
+    return StageValue(Origin("a", 0, 1, 0, False, "model.layers.5.output", body.fetch, width)), body
 
 
 T = torch.arange(6.0).reshape(2, 3)
@@ -113,7 +113,7 @@ def test_a_tuples_parts_stay_remote_until_they_are_used() -> None:
     assert not hasattr(value, "_fields") and not hasattr(value, "_make")  # it is no named tuple
     hidden, residual = value
     assert isinstance(value, tuple) and not isinstance(hidden, tuple)
-    assert isinstance(value[1], RemoteValue) and len(value) == 2 and isinstance(value[-1], RemoteValue)
+    assert isinstance(value[1], StageValue) and len(value) == 2 and isinstance(value[-1], StageValue)
     assert body.fetches == 0
     assert torch.equal(hidden + residual, T * 3) and body.fetches == 2
     assert torch.equal(value[-1] + 0, T * 2)

@@ -14,7 +14,7 @@ from recorded import model
 from midstream.lowering.passes import rows_of
 from midstream.lowering.rowwise import NotRowwise, programs_of
 from midstream.plan.running import run
-from midstream.trace.program import FunctionProgram
+from midstream.trace.code import FunctionProgram
 from midstream.trace.record import record
 
 H = 16

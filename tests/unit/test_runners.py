@@ -30,7 +30,7 @@ from midstream.runtime.request import TraceRequest
 from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.runtime.trace_host import TracedGroup, TraceHost
 from midstream.settings import NAME
-from midstream.trace.rows import Layout
+from midstream.trace.rows import BatchLayout
 
 
 class Model:
@@ -75,7 +75,7 @@ class Host:
     def is_prepared(self, request_ids: list[str], total: int) -> bool:
         return (request_ids, total) == self.known
 
-    def begin_step(self, view: Layout) -> None:
+    def begin_step(self, view: BatchLayout) -> None:
         self.seen.append("step")
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from torch import nn
 
 from midstream.errors import TraceError
 from midstream.requests.vectors_and_runs import HeldWeights
-from midstream.trace.program import FunctionProgram, ShippedCode, copies, ship, unship
+from midstream.trace.code import FunctionProgram
+from midstream.trace.shipping import ShippedCode, copies, ship, unship
 from midstream.trace.weights import LEAST_BYTES, Weight, on_device
 
 LARGE = LEAST_BYTES // 4  # float32 elements of the smallest tensor that travels apart

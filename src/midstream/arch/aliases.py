@@ -18,12 +18,12 @@ class Aliases:
     """Other names of modules.
 
     Args:
-        rename: a key is a path, which may be a single name (`"mlp"`); the module there has the other name at every module that the path
-            begins at: `"mlp"` at each layer, `"transformer.h"` at the model. A `*` in a path stands for any one name. Each module that
-            such a path fits has the other name where the last `*` is: `"layers.*.self_attn"` at each layer. Where the path fits one
-            module alone, that has the name also where the path begins. A key may be a class of modules, which then have the other name
-            at the module that they are in. A value is the other name, or a list of them. A key that names nothing is skipped, so that
-            one `rename` serves several architectures; `warn` tells if that holds for all of them.
+        rename: maps keys to other names. A key is a path, which may be a single name (`"mlp"`); the module there gets the other name at
+            every module where the path begins: `"mlp"` at each layer, `"transformer.h"` at the model. A `*` in a path stands for any one
+            name, and each matching module gets the other name at the module matched by the last `*`: `"layers.*.self_attn"` at each layer.
+            If the path matches only one module, that module also has the name where the path begins. A key may be a class of modules, which
+            then have the other name at their parent modules. A value is the other name, or a list of them. A key that matches no module is
+            skipped, so that one `rename` serves several architectures; `warn` reports if no key matches.
         modules: path -> module, to find the modules of a class.
     """
 
@@ -41,9 +41,9 @@ class Aliases:
         return self.table(known).get((path, name)) if self.rename or self.classes else None
 
     def table(self, known: Collection[str]) -> Mapping[tuple[str, str], str]:
-        """The path of each alias, by the path of the module that has it and the alias."""
+        """(path of a module, alias there) -> path of the module that the alias stands for."""
         of, size, found = self._table
-        if of is not known or size != len(known):  # modules may have been attached
+        if of is not known or size != len(known):  # the size differs if modules were attached
             found = {}
             for owner, name, path, _ in self._found(known):
                 found.setdefault((owner, name), path)
@@ -51,7 +51,7 @@ class Aliases:
         return found
 
     def _found(self, known: Collection[str]) -> Iterator[tuple[str, str, str, str]]:
-        """Where each alias is, the alias, the path of its module, and its key."""
+        """For each alias: the module that has it, the alias, the path of its module, and its key."""
         for key, names, places in self._places(known):
             for owner, path in places:
                 yield from (
@@ -59,16 +59,16 @@ class Aliases:
                 )
 
     def _places(self, known: Collection[str]) -> Iterator[tuple[str, list[str], list[tuple[str, str]]]]:
-        """Each key with its names, and where they are: the paths of two modules, of which the first has names for the second."""
+        """Each key with its names, and the pairs of paths (owner, module) to which they apply."""
         for key, names in self.rename.items():
-            fitting: dict[str, list[str]] = {}  # by where the key begins
+            fitting: dict[str, list[str]] = {}  # by the module where the key begins
             for path in known:
                 if path and ends_with(path, key):
                     fitting.setdefault(_above(path, key.count(".") + 1), []).append(path)
-            behind_star = key.rpartition("*")[2].count(".")
+            levels = key.rpartition("*")[2].count(".")
             for owner, paths in fitting.items():
                 places = [(owner, paths[0])] if len(paths) == 1 else []
-                places += [(_above(path, behind_star), path) for path in paths if "*" in key and behind_star]
+                places += [(_above(path, levels), path) for path in paths if "*" in key and levels]
                 yield repr(key), names, places
         for kind, names in self.classes.items():
             yield kind.__name__, names, [(_above(path, 1), path) for path in self._of_class(kind)]
@@ -86,13 +86,13 @@ class Aliases:
             )
 
     def by_path(self) -> dict[str, list[str]]:
-        """As `rename`, with the paths of modules in place of their classes."""
+        """`rename`, with the paths of modules in place of their classes."""
         return {**self.rename, **{path: names for kind, names in self.classes.items() for path in self._of_class(kind)}}
 
     def check(self, known: Collection[str], roles: Collection[str] = ()) -> None:
-        """Raise ArchitectureError for an alias that is the name of a module beside its own, or of something that modules have.
+        """Raise ArchitectureError for an alias that is also the name of a sibling module, or of an attribute that modules have.
 
-        `roles` may be: they tell a module's part in the model, also if another module has that name.
+        Names in `roles` are exempt: they state a module's role in the model, even if another module has that name.
         """
         for kind, names in self.classes.items():
             for owner, count in Counter(_above(path, 1) for path in self._of_class(kind)).items():
@@ -129,7 +129,7 @@ def resolved(path: str, table: Mapping[tuple[str, str], str]) -> str:
 
 
 def names_alone(rename: Rename | None) -> dict[Any, Any]:
-    """`rename` for an engine. Raises ArchitectureError for a class, because the engine's modules have classes of its own."""
+    """`rename` for an engine. Raises ArchitectureError for a class, since the engine's modules have classes of its own."""
     for key in rename or {}:
         if not isinstance(key, str):
             raise ArchitectureError(
@@ -140,5 +140,4 @@ def names_alone(rename: Rename | None) -> dict[Any, Any]:
 
 
 def _above(path: str, levels: int) -> str:
-    """The path of the module so many levels above."""
     return ".".join(path.split(".")[: -levels or None])

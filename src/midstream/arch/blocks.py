@@ -1,11 +1,11 @@
-"""Where each site's value lies: the residual stream that enters and leaves the blocks, and the sites inside a block.
+"""The place of each site's value: the residual stream that enters and leaves the blocks, and the sites inside a block.
 
 The stream is one tensor, or the sum of two; the next block decides which. A block may return several tensors of the stream's shape; the
 stream consists of those that the next block takes and uses together. StableLM returns a second tensor that no block takes, and Command-R
 one that the next block takes and ignores: adding those would count them twice.
 
-A module's name only makes it a candidate: the probe (`probe.py`) shows what the module does in the forward pass. The user's names come
-before the standard ones: `rename={"my_blocks": "layers", "mixer": "attn"}`, where a key is a name or the end of a dotted path.
+A module's name only makes it a candidate: the probe (`probe.py`) shows its role in the forward pass. The user's names come before the
+standard ones: `rename={"my_blocks": "layers", "mixer": "attn"}`, where a key is a name or the end of a dotted path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from midstream.arch.aliases import Aliases, Rename, ends_with
-from midstream.arch.probe import Call, Leaf, Probe, planted_embedding
+from midstream.arch.probe import Leaf, ModuleCall, Probe, planted_embedding
 from midstream.errors import ArchitectureError
 from midstream.sites import Binding
 from midstream.tree import Ref, follow
@@ -41,8 +41,8 @@ BARE_MLP = (("fc1", "fc2"), ("fc_in", "fc_out"), ("linear1", "linear2"))
 PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 
 
-class Names:
-    """The user's names followed by the standard ones."""
+class RoleNames:
+    """The user's names for each role, followed by the standard ones."""
 
     def __init__(self, rename: Rename | None = None) -> None:
         self._own: dict[str, list[str]] = {}
@@ -55,7 +55,7 @@ class Names:
         return self._own.get(role, [])
 
     def rank(self, path: str, role: str) -> int | None:
-        """How well the name of `path` fits `role`: 0 is best, None means that it does not."""
+        """How well the name of `path` fits `role`: 0 is best, and None means no match."""
         candidates = [*self.own(role), *STANDARD[role]]
         for rank, name in enumerate(candidates):
             if ends_with(path, name):
@@ -70,8 +70,8 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The leaves of a block's call that hold the stream. `*_second` is None if the stream is one tensor."""
+class StreamLayout:
+    """The leaves of a block's call that hold the residual stream. `*_second` is None if the stream is one tensor."""
 
     entering: Ref
     entering_second: Ref | None
@@ -80,7 +80,7 @@ class Layout:
 
 
 def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
-    """The leaves with the stream's width and number of tokens, those named as hidden states first."""
+    """The leaves with the stream's width and number of tokens; those named like hidden states come first."""
     wide = [
         leaf
         for leaf in found
@@ -89,7 +89,7 @@ def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
     return sorted(wide, key=lambda leaf: leaf.name not in PREFERRED)
 
 
-def stream_of(call: Call) -> Leaf:
+def stream_of(call: ModuleCall) -> Leaf:
     """The first floating tensor with a token axis that a block returns. It has the stream's shape."""
     leaf = next((leaf for leaf in call.outputs if leaf.floating and len(leaf.shape) > 1), None)
     if leaf is None:
@@ -106,8 +106,8 @@ def stream_of(call: Call) -> Leaf:
     return leaf
 
 
-def find_layout(probe: Probe, blocks: list[Call]) -> Layout:
-    """The layout that the blocks share, found by comparing what each block returns with what the next one takes.
+def find_layout(probe: Probe, blocks: list[ModuleCall]) -> StreamLayout:
+    """The layout that the blocks share, found by comparing the tensors that each block returns with those that the next one takes.
 
     The majority decides, since a model may change one of the two tensors between some of its blocks.
     """
@@ -117,7 +117,7 @@ def find_layout(probe: Probe, blocks: list[Call]) -> Layout:
     return seen.most_common(1)[0][0] if seen else _alone(probe, blocks[0])
 
 
-def _handover(probe: Probe, block: Call, following: Call) -> Layout | None:
+def _handover(probe: Probe, block: ModuleCall, following: ModuleCall) -> StreamLayout | None:
     like = stream_of(block)
     check_shapes(block, following)
     alike = [out for out in block.outputs if out.floating and out.shape == like.shape]
@@ -128,12 +128,12 @@ def _handover(probe: Probe, block: Call, following: Call) -> Layout | None:
     (first, into_first), *rest = streams
     if rest and _used_together(probe, following, into_first, rest[0][1]):
         second, into_second = rest[0]
-        return Layout(into_first.ref, into_second.ref, first.ref, second.ref)
-    return Layout(into_first.ref, None, first.ref, None)
+        return StreamLayout(into_first.ref, into_second.ref, first.ref, second.ref)
+    return StreamLayout(into_first.ref, None, first.ref, None)
 
 
-def check_shapes(block: Call, following: Call) -> None:
-    """Raise ArchitectureError if a block hands two floating tensors of different shapes to the next."""
+def check_shapes(block: ModuleCall, following: ModuleCall) -> None:
+    """Raise ArchitectureError if a block passes two floating tensors of different shapes to the next."""
     passed = [out for out in block.outputs if out.floating and any(leaf.same(out) for leaf in following.inputs)]
     if len(block.outputs) == 2 and len({out.shape for out in passed}) > 1:
         raise ArchitectureError(
@@ -142,7 +142,7 @@ def check_shapes(block: Call, following: Call) -> None:
         )
 
 
-def _used_together(probe: Probe, block: Call, hidden: Leaf, residual: Leaf) -> bool:
+def _used_together(probe: Probe, block: ModuleCall, hidden: Leaf, residual: Leaf) -> bool:
     """Whether the first module in a block that takes the hidden states takes the residual as well.
 
     If no module takes the hidden states, the block itself adds the two.
@@ -153,8 +153,8 @@ def _used_together(probe: Probe, block: Call, hidden: Leaf, residual: Leaf) -> b
     return True
 
 
-def _alone(probe: Probe, block: Call) -> Layout:
-    """The layout if no block hands a tensor to the next: there is only one, or the model changes the stream between them."""
+def _alone(probe: Probe, block: ModuleCall) -> StreamLayout:
+    """The layout if no block passes a tensor to the next: there is only one block, or the model changes the stream between blocks."""
     like = stream_of(block)
     leaving = [leaf for leaf in block.outputs if leaf.floating and leaf.shape == like.shape]
     entering = stream_leaves(block.inputs, like)
@@ -163,11 +163,11 @@ def _alone(probe: Probe, block: Call) -> Layout:
     fused = any(len(found) > 1 and not found[0].same(found[1]) for found in taken)
     if len(leaving) == 2 and second is not None and fused:
         first = next(leaf for leaf in entering if leaf.ref != second)
-        return Layout(first.ref, second, leaving[0].ref, leaving[1].ref)
-    return Layout(entering[0].ref, None, like.ref, None)
+        return StreamLayout(first.ref, second, leaving[0].ref, leaving[1].ref)
+    return StreamLayout(entering[0].ref, None, like.ref, None)
 
 
-def _residual_argument(block: Call) -> Ref | None:
+def _residual_argument(block: ModuleCall) -> Ref | None:
     """The argument named residual, which is None for the first block of a model."""
     args, kwargs = block.tree
     names = list(inspect.signature(type(block.module).forward).parameters)[1:]
@@ -177,7 +177,7 @@ def _residual_argument(block: Call) -> Ref | None:
     return None
 
 
-def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int | None], Binding]:
+def bind_streams(block: ModuleCall, index: int, layout: StreamLayout) -> dict[tuple[str, int | None], Binding]:
     """`resid_pre` and `resid_post` of one block. Raises ArchitectureError if its call does not fit the layout."""
     like = stream_of(block)
     first = next((leaf for leaf in block.inputs if leaf.ref == layout.entering), None)
@@ -201,7 +201,7 @@ def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int
     }
 
 
-def _present(block: Call, ref: Ref | None) -> bool:
+def _present(block: ModuleCall, ref: Ref | None) -> bool:
     """Whether the call has this argument, even if it is None."""
     if ref is None:
         return False
@@ -212,7 +212,7 @@ def _present(block: Call, ref: Ref | None) -> bool:
     return True
 
 
-def entering_leaf(block: Call, layout: Layout) -> Leaf:
+def entering_leaf(block: ModuleCall, layout: StreamLayout) -> Leaf:
     return next(leaf for leaf in block.inputs if leaf.ref == layout.entering)
 
 
@@ -223,7 +223,7 @@ def describe(found: list[Leaf]) -> str:
     return ", ".join(f"{leaf.name or 'tensor'}: {str(leaf.tensor.dtype)[6:]}{list(leaf.shape)}" for leaf in found)
 
 
-def bind_embed(probe: Probe, first: Call, layout: Layout, names: Names) -> Binding | None:
+def bind_embed(probe: Probe, first: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
     """The token embedding's output, times the factor that the model applies before the first block."""
     before = [call for call in probe.calls if 0 <= call.ended < first.started and _embeds(call)]
     named = [call for call in before if names.rank(call.path, "embed") is not None]
@@ -235,18 +235,18 @@ def bind_embed(probe: Probe, first: Call, layout: Layout, names: Names) -> Bindi
     return Binding(call.path, "output", out.ref, scale=_scale(probe, first, call, out, entering_leaf(first, layout)))
 
 
-def _embeds(call: Call) -> bool:
+def _embeds(call: ModuleCall) -> bool:
     """Whether this call looked up integers in a table."""
     takes_ids = any(not leaf.floating for leaf in call.inputs) and not any(leaf.floating for leaf in call.inputs)
     weight = getattr(call.module, "weight", None)
     return takes_ids and getattr(weight, "ndim", 0) == 2 and any(leaf.floating for leaf in call.outputs)
 
 
-def _scale(probe: Probe, first: Call, embed: Call, out: Leaf, entering: Leaf) -> float:
-    """The factor between the planted embedding and what reached the first block; 1.0 if they are not in one proportion.
+def _scale(probe: Probe, first: ModuleCall, embed: ModuleCall, out: Leaf, entering: Leaf) -> float:
+    """The factor between the planted embedding and the tensor that reached the first block; 1.0 if they are not proportional.
 
-    Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not
-    a factor.
+    Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not a
+    factor.
     """
     if out.shape[-1] != entering.shape[-1] or entering.snapshot is None:
         return 1.0
@@ -261,8 +261,8 @@ def _scale(probe: Probe, first: Call, embed: Call, out: Leaf, entering: Leaf) ->
     return factor if uniform and factor not in (0.0, float("inf")) else 1.0
 
 
-def bind_final_norm(probe: Probe, last: Call, layout: Layout, names: Names) -> Binding | None:
-    """The norm that reads what leaves the last block. A fused norm returns a pair, whose first element is the value."""
+def bind_final_norm(probe: Probe, last: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
+    """The norm that reads the last block's output. A fused norm returns a pair, whose first element is the value."""
     left = next(leaf for leaf in last.outputs if leaf.ref == layout.leaving)
     after = [call for call in probe.calls if call.started > last.ended]
     reads = [call for call in after if any(leaf.same(left) for leaf in call.inputs)]
@@ -278,19 +278,19 @@ Sites = dict[tuple[str, int | None], Binding]
 
 
 @dataclass(frozen=True)
-class Part:
+class SubLayer:
     """Attention or MLP of one block: one module, or two linear layers that are direct children of the block."""
 
-    first: Call
-    last: Call
-    projection: Call | None  # of the output projection
+    first: ModuleCall
+    last: ModuleCall
+    projection: ModuleCall | None  # of the output projection
     source: Leaf  # its input
 
 
-class Block:
+class DecoderBlock:
     """One block's call, its attention and MLP, and the bindings of its sites."""
 
-    def __init__(self, probe: Probe, call: Call, layout: Layout, names: Names) -> None:
+    def __init__(self, probe: Probe, call: ModuleCall, layout: StreamLayout, names: RoleNames) -> None:
         self.probe, self.call, self.layout, self.names = probe, call, layout, names
         self.like = stream_of(call)
         self.children = probe.within(call, direct=True)
@@ -312,7 +312,7 @@ class Block:
             sites["resid_mid"] = self._middle(self.attn, self.mlp)
         return {(name, index): binding for name, binding in sites.items() if binding is not None}
 
-    def _part(self, role: str, projection_role: str) -> Part | None:
+    def _part(self, role: str, projection_role: str) -> SubLayer | None:
         path = self.names.child(self.call.module, self.call.path, role)
         call = next((child for child in self.children if child.path == path), None)
         if call is None:
@@ -320,19 +320,19 @@ class Block:
         source, raw = stream_leaves(call.inputs, self.like), stream_leaves(call.returned, self.like)
         if not source or not raw:
             return None
-        return Part(call, call, self._projection(call, raw[0], projection_role), source[0])
+        return SubLayer(call, call, self._projection(call, raw[0], projection_role), source[0])
 
-    def _bare_mlp(self) -> Part | None:
+    def _bare_mlp(self) -> SubLayer | None:
         byname = {child.path.rpartition(".")[2]: child for child in self.children}
         for up, down in BARE_MLP:
             if up in byname and down in byname:
                 source = stream_leaves(byname[up].inputs, self.like)
                 if source and stream_leaves(byname[down].returned, self.like):
-                    return Part(byname[up], byname[down], byname[down], source[0])
+                    return SubLayer(byname[up], byname[down], byname[down], source[0])
         return None
 
-    def _projection(self, call: Call, raw: Leaf, role: str) -> Call | None:
-        """The linear layer whose output the module returns, or else the last one that is named like an output projection."""
+    def _projection(self, call: ModuleCall, raw: Leaf, role: str) -> ModuleCall | None:
+        """The linear layer whose output the module returns, else the last one named like an output projection."""
         linears = [inner for inner in self.probe.within(call) if is_linear(inner.module)]
         for inner in reversed(linears):
             if any(leaf.same(raw) for leaf in inner.returned):
@@ -341,8 +341,8 @@ class Block:
         named = [inner for inner in wide if self.names.rank(inner.path, role) is not None]
         return named[-1] if named else None
 
-    def _added(self, part: Part) -> Binding | None:
-        """What a part adds to the stream: its output, after the norm of that output if the block has one."""
+    def _added(self, part: SubLayer) -> Binding | None:
+        """The value that attention or the MLP adds to the stream: its output, after the norm of that output if the block has one."""
         if self._takes_residual(part):  # BLOOM, MPT: its output includes the residual
             if part.projection is None:
                 return None
@@ -356,10 +356,10 @@ class Block:
         bias = [leaf for leaf in part.last.outputs if leaf.floating and leaf.shape == (width,) and leaf.ref == (1,)]
         return Binding(part.last.path, "output", out.ref, bias[0].ref if bias else None)
 
-    def _takes_residual(self, part: Part) -> bool:
+    def _takes_residual(self, part: SubLayer) -> bool:
         return any(not leaf.same(part.source) for leaf in stream_leaves(part.first.inputs, self.like))
 
-    def _norm_of(self, out: Leaf, after: int) -> Call | None:
+    def _norm_of(self, out: Leaf, after: int) -> ModuleCall | None:
         """The norm that takes only this tensor. A fused add and norm takes two."""
         for child in self.children:
             if child.started < after or not is_norm(child.module, child.path):
@@ -369,11 +369,11 @@ class Block:
                 return child
         return None
 
-    def _middle(self, attn: Part, mlp: Part) -> Binding | None:
-        """The stream between attention and MLP, as the input of the norm before the MLP, or of the MLP itself.
+    def _middle(self, attn: SubLayer, mlp: SubLayer) -> Binding | None:
+        """The stream between attention and MLP: the input of the norm before the MLP, or of the MLP itself.
 
-        None for a parallel block: its norm runs before attention ends, or reads what entered the block. What attention returned is not
-        the stream either, unless attention adds the residual itself.
+        None for a parallel block: its norm runs before attention ends, or reads the block's input. Attention's output is not the stream
+        either, unless attention adds the residual itself.
         """
         reader, taken = mlp.first, [mlp.source]
         norm = self._producer(mlp)
@@ -390,7 +390,7 @@ class Block:
             return None
         return Binding(reader.path, "input", taken[0].ref, in_place=True)
 
-    def _producer(self, mlp: Part) -> Call | None:
+    def _producer(self, mlp: SubLayer) -> ModuleCall | None:
         """The norm whose output the MLP reads. Modules in between that return their input, such as dropout, are skipped."""
         before = [child for child in self.children if child.ended < mlp.first.started]
         for child in reversed(before):
@@ -400,14 +400,14 @@ class Block:
                 return child
         return None
 
-    def _neurons(self, mlp: Part) -> Binding | None:
+    def _neurons(self, mlp: SubLayer) -> Binding | None:
         """The input of the down projection. A mixture of experts has no single one."""
         if mlp.projection is None or is_moe(mlp.first.module):
             return None
         taken = [leaf for leaf in mlp.projection.inputs if leaf.floating]
         return Binding(mlp.projection.path, "input", taken[0].ref) if taken else None
 
-    def _heads(self, attn: Part, config: Any, head_dim: int | None) -> Binding | None:
+    def _heads(self, attn: SubLayer, config: Any, head_dim: int | None) -> Binding | None:
         taken = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []
         if not taken or attn.projection is None:
             return None
@@ -434,12 +434,12 @@ def _head_dim(module: Any, config: Any) -> int | None:
 
 
 def is_a(module: nn.Module, *names: str) -> bool:
-    """Whether one of these is the name of the module's class or of a base class."""
+    """Whether the module's class or a base class has one of these names."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is a linear layer, quantised ones included."""
+    """Whether this is a linear layer, possibly quantised."""
     name = type(module).__name__
     if "Linear" in name or name == "Conv1D" or hasattr(module, "qweight"):
         return True

@@ -1,10 +1,10 @@
-"""Finds the sites of a decoder-only model: names nominate its parts, and one recorded forward shows what they do.
+"""Finds the sites of a decoder-only model: names nominate its parts, and one recorded forward shows their roles.
 
     architecture = detect(model, run=lambda: model(input_ids))
     architecture.binding("resid_post", 3)
 
-If the model scales what it adds to the residual stream outside of a module (Granite's `residual_multiplier`), `attn_out` and `mlp_out` are
-the module's output before scaling. The backends handle the sites `logits` and `samples`.
+If the model scales additions to the residual stream outside of a module (Granite's `residual_multiplier`), `attn_out` and `mlp_out` are the
+module's output before scaling. The backends handle the sites `logits` and `samples`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import nn
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.blocks import (
     ROLES,
-    Block,
-    Names,
+    DecoderBlock,
+    RoleNames,
     bind_embed,
     bind_final_norm,
     bind_streams,
@@ -40,11 +40,11 @@ from midstream.tree import Ref
 
 
 class Shard(Protocol):
-    """How this process's part of a tensor relates to the full tensor of all tensor-parallel ranks."""
+    """The relation of this process's part of a tensor to the full tensor of all tensor-parallel ranks."""
 
     @property
     def width(self) -> int | None:
-        """How many elements one token has in the full tensor; None if as many as in the part."""
+        """The width of the full tensor; None if it equals the part's."""
         ...
 
 
@@ -52,36 +52,36 @@ Shards = Mapping[tuple[str, Kind], Mapping[Ref, Shard]]
 
 
 class ShardFinder:
-    """Finds the tensors of which this process has only a part. This one is for a model in one process, and finds none."""
+    """Finds the tensors that are sharded over tensor-parallel ranks. This class is for a model in one process, and finds none."""
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
         """The modules whose tensors need snapshots."""
         return set()
 
     def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
-        """path -> what makes a replacement of the module's output in the probe."""
+        """path -> the function that replaces the module's output in the probe."""
         return {}
 
     def find(self, probe: Probe) -> Shards:
-        """Read them off the recorded forward."""
+        """The sharded tensors in the recorded forward."""
         return {}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where the sites and modules of one model are, or of one pipeline stage of it.
+    """The places of the sites and modules of one model, or of one of its pipeline stages.
 
     Attributes:
         num_layers: of the full model.
         layers: those in this process.
         hidden_size: width of the residual stream.
-        bindings: `(site, layer)`, or `(site, None)` for sites that the model has once, -> where the value lies.
+        bindings: `(site, layer)`, or `(site, None)` for sites that the model has once -> the place of the value.
         order: `(path, "input" | "output")` -> the first and the last moment of the forward at which the module was called or returned.
             Moments count the inputs and outputs of all modules. The root's path is "".
         shapes: path -> shape of its output, T for the token axis and B for a batch axis.
-        widths: for each binding, how many elements one token has, in all heads together.
-        shards: for a module's input or output, the leaves of which this process has only a part. Heads and widths in `bindings` and
-            `widths` are those of the full tensors.
+        widths: for each binding, the number of elements of one token, in all heads together.
+        shards: for a module's input or output, the leaves that are sharded. Heads and widths in `bindings` and `widths` are those of the
+            full tensors.
     """
 
     num_layers: int
@@ -99,9 +99,9 @@ class Architecture:
 
     @property
     def values(self) -> dict[tuple[str, Kind], Point]:
-        """`(path, "input" | "output")` -> the layer's site whose value the module's input or output is.
+        """`(path, "input" | "output")` -> the layer's site whose value is the module's input or output.
 
-        Values with an axis before the tokens are left out, since a site's value has none.
+        Values with an axis before the tokens are excluded, since a site's value has none.
         """
         found: dict[tuple[str, Kind], Point] = {}
         for (site, layer), binding in self.bindings.items():
@@ -118,7 +118,7 @@ class Architecture:
         return tuple(name for name in (*LAYER_SITES, *MODEL_SITES) if name in found)
 
     def binding(self, site: str, layer: int | None = None) -> Binding:
-        """Where a site's value lies.
+        """The place of a site's value.
 
         Raises:
             UnknownSiteError: the model has no such site, the site does not exist at this layer, or it is not in this process.
@@ -162,26 +162,26 @@ def detect(
 
     Args:
         root: the model, or the part of it in this process.
-        run: runs one uncompiled forward of a few tokens over `root`. The probe changes values on the way, so nothing that is kept, such
-            as a prefix cache, may come from this forward.
-        head_dim: width of a head; takes precedence over what the model says.
-        rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`; other names are
-            aliases alone.
+        run: runs one uncompiled forward of a few tokens over `root`. The probe changes values during the forward, so its results, such as a
+            prefix cache, must not be reused.
+        head_dim: width of a head; overrides the model's own.
+        rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`; other names are only
+            aliases.
         shards: finds the tensors that tensor-parallel ranks share.
 
     Raises:
-        ArchitectureError: the model does not have the expected structure. The message names the module and what was expected.
+        ArchitectureError: the model does not have the expected structure. The message names the module and the expected structure.
     """
     modules = dict(root.named_modules())
     aliases = Aliases(rename, modules)
     aliases.check(modules, ROLES)
-    names, shards = Names(aliases.by_path()), shards or ShardFinder()
+    names, shards = RoleNames(aliases.by_path()), shards or ShardFinder()
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
     probe = _probed(root, run, containers, names, shards)
     container = _the_container(containers, modules, probe, names)
     calls = {i: call for i, path in containers[container].items() if (call := probe.first(path)) is not None}
     layout = find_layout(probe, list(calls.values()))
-    blocks = {i: Block(probe, call, layout, names) for i, call in calls.items()}
+    blocks = {i: DecoderBlock(probe, call, layout, names) for i, call in calls.items()}
     first, last = calls[min(calls)], calls[max(calls)]
 
     bindings: dict[tuple[str, int | None], Binding] = {}
@@ -218,7 +218,6 @@ def _with_shards(arch: Architecture, shards: Shards) -> Architecture:
 
 
 def _widths_of(probe: Probe, bindings: Mapping[tuple[str, int | None], Binding]) -> dict[tuple[str, int | None], int]:
-    """How many elements one token has at each binding."""
     calls = {call.path: call for call in reversed(probe.calls)}
     found: dict[tuple[str, int | None], int] = {}
     for point, binding in bindings.items():
@@ -233,11 +232,11 @@ def _indices(container: nn.Module) -> list[int]:
 
 
 def _is_placeholder(module: nn.Module) -> bool:
-    """Whether this stands for a module of another pipeline stage. Transformers models in vLLM have a plain Identity there."""
+    """Whether it stands for a module of another pipeline stage. Transformers models in vLLM have a plain Identity there."""
     return is_a(module, "PPMissingLayer") or type(module) is nn.Identity
 
 
-def _blocks(path: str, modules: Mapping[str, nn.Module], names: Names) -> dict[int, str]:
+def _blocks(path: str, modules: Mapping[str, nn.Module], names: RoleNames) -> dict[int, str]:
     """index -> path of the layers in this process, if `path` is named like a container of layers."""
     if names.rank(path, "layers") is None:
         return {}
@@ -249,7 +248,7 @@ def _probed(
     root: nn.Module,
     run: Callable[[], Any],
     containers: Mapping[str, dict[int, str]],
-    names: Names,
+    names: RoleNames,
     shards: ShardFinder,
 ) -> Probe:
     """Record the forward. If it fails because two streams have different shapes, raise ArchitectureError about these."""
@@ -257,7 +256,7 @@ def _probed(
     blocks = [block for found in containers.values() for block in found.values()]
     children = {f"{block}.{name}" for block in blocks for name, _ in modules[block].named_children()}
     watch = {*blocks, *children, *shards.watch(modules)}
-    # Zeros of an attention that a dummy run leaves out could not be told from those of a used one.
+    # Attention that a dummy run skips returns zeros, which would hide whether they are used.
     plant = shards.plants(modules)
     plant |= {
         path: planted_embedding
@@ -279,9 +278,9 @@ def _probed(
 
 
 def _the_container(
-    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: Probe, names: Names
+    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: Probe, names: RoleNames
 ) -> str:
-    """The list of blocks that the forward went through. Raises ArchitectureError unless there is exactly one."""
+    """The list of blocks that the forward used. Raises ArchitectureError unless there is exactly one."""
     called = [path for path, blocks in containers.items() if any(probe.first(block) for block in blocks.values())]
     inner = [path for path in called if any(path.startswith(f"{outer}.") for outer in called if outer != path)]
     called = [path for path in called if path not in inner]
@@ -324,7 +323,7 @@ def show_tree(
 
     Args:
         modules: path -> module, or the name of its class.
-        shapes: path -> shape of what it returned (`shapes_of`).
+        shapes: path -> shape of its output (`shapes_of`).
         aliases: from `Aliases.table`.
     """
     beside: dict[str, str] = {}
@@ -367,7 +366,7 @@ def text_config(root: nn.Module) -> Any:
 
 
 class Sizes:
-    """How many heads and token ids the model has, read from its transformers configuration."""
+    """The number of heads and token ids, read from the model's transformers configuration."""
 
     @property
     def _text_config(self) -> Any:
@@ -376,7 +375,7 @@ class Sizes:
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids there are."""
+        """The number of token ids."""
         return self._text_config.vocab_size
 
     @property

@@ -1,4 +1,4 @@
-"""Records one forward pass: when each module was called, with which tensors, and what it returned.
+"""Records one forward pass: when each module was called, with which tensors, and the tensors that it returned.
 
 `arch` asks where a tensor came from and where it went. Values cannot answer that (attention may return zeros in a dummy run), so tensors
 are identified by their memory. The probe keeps every tensor alive, so that no address is used twice. Engines also overwrite buffers in
@@ -43,7 +43,7 @@ class Leaf:
         return str(self.ref[-1]) if self.ref else ""
 
     def same(self, other: Leaf) -> bool:
-        """Whether both are the same value. A view of another shape is; a buffer that was written to in between is not."""
+        """Whether both are the same value. A view of another shape is; a buffer that was overwritten in between is not."""
         a, b = self.tensor, other.tensor
         if (a.data_ptr(), a.numel(), a.dtype) != (b.data_ptr(), b.numel(), b.dtype):
             return False
@@ -53,8 +53,8 @@ class Leaf:
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of one module. `returned` holds what it computed, `outputs` what its caller got: other tensors if planted."""
+class ModuleCall:
+    """One call of one module. `returned` holds its own output, and `outputs` its caller's: other tensors if planted."""
 
     path: str
     module: nn.Module
@@ -64,14 +64,14 @@ class Call:
     ended: int = -1
     returned: list[Leaf] = field(default_factory=list)
     outputs: list[Leaf] = field(default_factory=list)
-    result: Any = None  # what its caller got, as a tree
+    result: Any = None  # the caller's output, as a tree
 
 
 @dataclass
 class Probe:
     """One recorded forward pass, with its calls in the order in which they began."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     order: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     ticks: int = 0
 
@@ -81,11 +81,11 @@ class Probe:
         self.ticks += 1
         return self.ticks - 1
 
-    def first(self, path: str) -> Call | None:
+    def first(self, path: str) -> ModuleCall | None:
         """The first finished call of this module."""
         return next((call for call in self.calls if call.path == path), None)
 
-    def within(self, outer: Call, *, direct: bool = False) -> list[Call]:
+    def within(self, outer: ModuleCall, *, direct: bool = False) -> list[ModuleCall]:
         """The calls that ran inside `outer`: of all modules below it, or only of its direct children."""
         prefix = f"{outer.path}." if outer.path else ""
         inside = [c for c in self.calls if c.path.startswith(prefix) and outer.started < c.started < outer.ended]
@@ -95,24 +95,24 @@ class Probe:
 def record(
     root: nn.Module, run: Callable[[], Any], *, watch: set[str], plant: Mapping[str, Plant], probe: Probe
 ) -> Probe:
-    """Run `run` once and record every call in the tree of `root`. All hooks are off again afterwards.
+    """Run `run` once and record every call in the tree of `root`. All hooks are removed afterwards.
 
     Args:
-        probe: is filled. If `run` raises, it holds the calls up to then, unfinished ones included.
+        probe: is filled. If `run` raises, it holds the calls so far, including unfinished ones.
         watch: paths of the modules whose tensors get snapshots.
         plant: path -> a function that makes the replacement of the module's first floating output with a token axis.
     """
-    active: list[Call] = []
+    active: list[ModuleCall] = []
 
     def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = leaves((args, kwargs), snapshot=path in watch)
-        call = Call(path, module, (args, kwargs), probe.tick(path, "input"), inputs)
+        call = ModuleCall(path, module, (args, kwargs), probe.tick(path, "input"), inputs)
         probe.calls.append(call)
         active.append(call)
 
     def end(path: str, output: Any) -> Any:
         call = active.pop()
-        while call.path != path:  # that call raised, and its caller went on
+        while call.path != path:  # that call raised, and its caller continued
             call = active.pop()
         call.returned = call.outputs = leaves(output, snapshot=path in watch)
         target = next((leaf for leaf in call.returned if leaf.floating and len(leaf.shape) > 1), None)
@@ -154,7 +154,7 @@ def planted_embedding(output: torch.Tensor) -> torch.Tensor:
 
 
 def shapes_of(probe: Probe, stream: Leaf) -> dict[str, str]:
-    """path -> the shape of what the module's first call returned. T stands for the token axis, B for a batch axis before it.
+    """path -> the shape of the output of the module's first call. T stands for the token axis, B for a batch axis before it.
 
     Engines pass a flat batch: if the ids that enter the model have no batch axis, a leading axis of 1 is shown as 1.
     """

@@ -24,7 +24,7 @@ import torch
 
 from midstream.capture.rows import Rows
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key
+from midstream.plan.captures import PlaneKey
 from midstream.plan.fields import nearest
 from midstream.queues import BoundedQueue
 
@@ -68,7 +68,7 @@ class CaptureInfo:
     prompt_length: int = -1
     engine: str = ""
     stage: tuple[int, int] = (0, 1)
-    planes: tuple[Key, ...] = ()
+    planes: tuple[PlaneKey, ...] = ()
     collected: Collected | None = None
 
     def __post_init__(self) -> None:

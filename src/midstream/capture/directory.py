@@ -49,7 +49,7 @@ from safetensors import SafetensorError, safe_open
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.rows import Arranged, ByPlane, arrange, describe
 from midstream.errors import CaptureError, NotCapturedError
-from midstream.plan.captures import Key
+from midstream.plan.captures import PlaneKey
 from midstream.plan.fields import nearest
 from midstream.tree import as_bytes
 
@@ -79,9 +79,9 @@ class _BufferedRequest:
     """One request: its rows in memory, and the contents of its index line."""
 
     info: CaptureInfo
-    buffer: dict[Key, list[tuple[list[int], torch.Tensor]]] = field(default_factory=dict)
+    buffer: dict[PlaneKey, list[tuple[list[int], torch.Tensor]]] = field(default_factory=dict)
     size: int = 0
-    kinds: dict[Key, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
+    kinds: dict[PlaneKey, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
     positions: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)  # ranges -> their number
     error: Exception | None = None
@@ -264,7 +264,7 @@ def _append(index: int, lines: bytes) -> None:
         raise
 
 
-def _place(entry: _BufferedRequest, key: Key, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
+def _place(entry: _BufferedRequest, key: PlaneKey, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
     """Add one plane's rows to the tensors of a shard, in the order of their positions. Returns the plane's entry in the index."""
     pieces = entry.buffer[key]
     arranged = arrange({i: np.asarray(positions, np.int64) for i, (positions, _) in enumerate(pieces)}, None)
@@ -422,12 +422,12 @@ class StoredCapture(ByPlane[torch.Tensor]):
     """
 
     def __init__(self, name: str, record: _StoredRequest, shards: ShardReader) -> None:
-        pieces: dict[Key, list[_StoredPiece]] = {}
+        pieces: dict[PlaneKey, list[_StoredPiece]] = {}
         for line in record.lines.values():
             _collect(line, pieces)
         super().__init__(f"stored capture of request {name!r}", sorted(pieces, key=_in_order))
         self._pieces, self._shards = pieces, shards
-        self._arranged: dict[Key, Arranged] = {}
+        self._arranged: dict[PlaneKey, Arranged] = {}
         line = next(iter(record.lines.values()))
         self.request_id, self.engine = record.request, record.engine
         self.id = record.collected.id if record.collected is not None else None
@@ -439,13 +439,13 @@ class StoredCapture(ByPlane[torch.Tensor]):
         """The positions of each tensor's rows, under the same keys."""
         return ByPlane(self._what, self._planes, lambda key: self._arrange(key).positions.tolist())
 
-    def _arrange(self, key: Key) -> Arranged:
+    def _arrange(self, key: PlaneKey) -> Arranged:
         if key not in self._arranged:
             positions = {i: piece.positions for i, piece in enumerate(self._pieces[key])}
             self._arranged[key] = arrange(positions, f"{self._what}, {describe(key)}")
         return self._arranged[key]
 
-    def _value(self, key: Key) -> torch.Tensor:
+    def _value(self, key: PlaneKey) -> torch.Tensor:
         pieces, arranged = self._pieces[key], self._arrange(key)
         chosen = [pieces[i] for i, _ in arranged.parts] or pieces[:1]
         tensors = [self._shards.tensor(piece.shard, piece.name, piece.size, piece.positions.size) for piece in chosen]
@@ -453,11 +453,11 @@ class StoredCapture(ByPlane[torch.Tensor]):
         return tensor if arranged.order is None else tensor[torch.from_numpy(arranged.order)]
 
 
-def _in_order(key: Key) -> tuple[str, int, str]:
+def _in_order(key: PlaneKey) -> tuple[str, int, str]:
     return key[0], key[1], {"before": "0"}.get(key[2], key[2])
 
 
-def _collect(line: Mapping[str, Any], pieces: dict[Key, list[_StoredPiece]]) -> None:
+def _collect(line: Mapping[str, Any], pieces: dict[PlaneKey, list[_StoredPiece]]) -> None:
     positions = [
         np.concatenate([np.empty(0, np.int64), *(np.arange(*run) for run in runs)]) for runs in line["positions"]
     ]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from midstream.errors import CaptureError, NotCapturedError
-from midstream.plan.captures import Key, Plane, Planes
+from midstream.plan.captures import Plane, PlaneKey, Planes
 from midstream.plan.fields import nearest
 from midstream.plan.selections import NO_POSITIONS, Selection
 from midstream.plan.values import Capture, Consumer
@@ -60,13 +60,13 @@ class Rows(NamedTuple):
         """Only the rows at these indices."""
         return Rows(self.positions[rows], self.planes, self.values[rows])
 
-    def plane(self, key: Key) -> torch.Tensor:
+    def plane(self, key: PlaneKey) -> torch.Tensor:
         """One plane of all rows, `[rows, width]`, as a view."""
         plane = self.planes.by_key[key]
         return self.values[:, plane.offset : plane.offset + plane.width]
 
     @classmethod
-    def of_plane(cls, key: Key, positions: np.ndarray, values: torch.Tensor) -> Rows:
+    def of_plane(cls, key: PlaneKey, positions: np.ndarray, values: torch.Tensor) -> Rows:
         """Rows of one plane, `[rows, width]`."""
         return cls(positions, Planes((Plane(*key, 0, values.shape[1]),)), values)
 
@@ -88,7 +88,7 @@ def in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tens
     return joined[torch.from_numpy(np.argsort(positions)).to(joined.device)]
 
 
-def describe(key: Key) -> str:
+def describe(key: PlaneKey) -> str:
     """`resid_post[14]`, and `resid_post[14] (after the edits)`."""
     site, layer, when = key
     return f"{site}[{layer}]" + ("" if when == "before" else f" ({when} the edits)")
@@ -102,7 +102,7 @@ def _listed(positions: np.ndarray, most: int = 6) -> str:
 # Where captured rows go.
 
 
-Selected = dict[Key, Selection]
+Selected = dict[PlaneKey, Selection]
 # Where the rows of a request go: each destination with what goes there; first None for the output, then a directory, a callable or a plan's
 # Consumer each.
 Routes = tuple[tuple[Any, Selected], ...]
@@ -200,8 +200,8 @@ def arrange(
 
 
 def find_rows(
-    request: str, pieces: Sequence[tuple[np.ndarray, Planes]], stop: int | None, selected: Mapping[Key, Selection]
-) -> dict[Key, Arranged]:
+    request: str, pieces: Sequence[tuple[np.ndarray, Planes]], stop: int | None, selected: Mapping[PlaneKey, Selection]
+) -> dict[PlaneKey, Arranged]:
     """The selected rows of each plane below position `stop`, among pieces with these positions and planes.
 
     Raises CaptureError for a row that occurs twice, and for a selected row that is missing.
@@ -210,7 +210,7 @@ def find_rows(
     for i, (_, planes) in enumerate(pieces):
         by_planes.setdefault(planes, []).append(i)
     everywhere = tuple(by_planes) if all(selected.keys() <= planes.by_key.keys() for planes in by_planes) else None
-    found: dict[Key, Arranged] = {}
+    found: dict[PlaneKey, Arranged] = {}
     shared: dict[Any, Arranged] = {}
     for key, rows in selected.items():
         holders = everywhere or tuple(planes for planes in by_planes if key in planes.by_key)
@@ -230,10 +230,10 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     Where a site was captured both before and after its edits, `(site, layer)` is before and `(site, layer, "after")` after.
     """
 
-    def __init__(self, what: str, planes: Iterable[Key], value: Callable[[Key], V] | None = None) -> None:
+    def __init__(self, what: str, planes: Iterable[PlaneKey], value: Callable[[PlaneKey], V] | None = None) -> None:
         self._what, self._planes, self._given = what, dict.fromkeys(planes), value
 
-    def _value(self, key: Key) -> V:
+    def _value(self, key: PlaneKey) -> V:
         assert self._given is not None  # a subclass has a method instead
         return self._given(key)
 
@@ -255,7 +255,7 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     def __repr__(self) -> str:
         return f"<{self._what}: {', '.join(describe(key) for key in self._planes) or 'nothing'}>"
 
-    def _resolve(self, key: Any) -> Key:
+    def _resolve(self, key: Any) -> PlaneKey:
         with contextlib.suppress(TypeError):  # an unhashable object is no key
             if isinstance(key, tuple) and len(key) in (2, 3):
                 key = (site_of(key[0]), *key[1:])
@@ -281,13 +281,13 @@ class Captured(ByPlane[torch.Tensor]):
     """
 
     def __init__(
-        self, request: str, pieces: Sequence[Rows] = (), found: Mapping[Key, Arranged] = MappingProxyType({})
+        self, request: str, pieces: Sequence[Rows] = (), found: Mapping[PlaneKey, Arranged] = MappingProxyType({})
     ) -> None:
         super().__init__(f"capture of request {request!r}", found)
         self._request = request
         self._pieces: Sequence[Rows] = pieces
         self._found = found
-        self._tensors: dict[Key, torch.Tensor] = {}
+        self._tensors: dict[PlaneKey, torch.Tensor] = {}
 
     @property
     def positions(self) -> ByPlane[list[int]]:
@@ -308,7 +308,7 @@ class Captured(ByPlane[torch.Tensor]):
             taken[name] = joined if is_new else joined.clone(memory_format=torch.contiguous_format)
         return taken
 
-    def _value(self, key: Key) -> torch.Tensor:
+    def _value(self, key: PlaneKey) -> torch.Tensor:
         """Joined at the first access; once all planes are joined, the pieces are released."""
         if key not in self._tensors:
             self._tensors[key] = _join(self._what, key, self._pieces, self._found[key])
@@ -318,7 +318,10 @@ class Captured(ByPlane[torch.Tensor]):
 
     @classmethod
     def of(
-        cls, request: str, tensors: Mapping[Key, torch.Tensor], positions: Mapping[Key, Sequence[int] | np.ndarray]
+        cls,
+        request: str,
+        tensors: Mapping[PlaneKey, torch.Tensor],
+        positions: Mapping[PlaneKey, Sequence[int] | np.ndarray],
     ) -> Captured:
         """Captures whose planes have been joined, as another process has them."""
         captured = cls(request, (), {key: Arranged([], np.asarray(rows, np.int64)) for key, rows in positions.items()})
@@ -330,7 +333,7 @@ class Captured(ByPlane[torch.Tensor]):
         return Captured.of, (self._request, tensors, {key: found.positions for key, found in self._found.items()})
 
 
-def _join(what: str, key: Key, pieces: Sequence[Rows], found: Arranged) -> torch.Tensor:
+def _join(what: str, key: PlaneKey, pieces: Sequence[Rows], found: Arranged) -> torch.Tensor:
     parts = [pieces[number].plane(key)[rows] for number, rows in found.parts]
     if not parts:  # no row of this plane; a piece without rows may still tell its width
         known = (piece.plane(key)[:0].clone() for piece in pieces if key in piece.planes.by_key)
@@ -363,7 +366,7 @@ def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(bits).view(pieces[0].dtype)
 
 
-def gather(request: str, pieces: Sequence[Rows], stop: int, selected: Mapping[Key, Selection]) -> Captured:
+def gather(request: str, pieces: Sequence[Rows], stop: int, selected: Mapping[PlaneKey, Selection]) -> Captured:
     """The selected rows of a request below position `stop`, in the order of their positions.
 
     `stop` is prompt length plus generated tokens minus one: the last token is never fed back, and rows that asynchronous

@@ -50,7 +50,7 @@ from midstream.capture.rows import (
     rows_where,
 )
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key, Planes
+from midstream.plan.captures import PlaneKey, Planes
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size
@@ -79,8 +79,8 @@ class _Way:
     thread: ConsumerThread
     delivery: Delivery
     selected: Selected
-    seen: set[Key] = field(default_factory=set)  # planes of which rows have come
-    empty: dict[Key, Rows] = field(default_factory=dict)  # no rows, for planes of which none have come
+    seen: set[PlaneKey] = field(default_factory=set)  # planes of which rows have come
+    empty: dict[PlaneKey, Rows] = field(default_factory=dict)  # no rows, for planes of which none have come
 
 
 class Sinks:

@@ -1,7 +1,7 @@
-"""`collect`: runs the prompts whose captures a directory lacks, part by part.
+"""`collect`: runs the prompts whose captures a directory lacks, in parts.
 
-A directory holds one collection: one model and one plan. Each prompt has an id, the user's or one made of its tokens, which the
-index of the directory lists once the prompt's captures are on the disk (`capture.directory`). A listed prompt is not run again.
+A directory contains one collection: one model and one plan. Each prompt has an id, the user's or one made of its tokens. The directory's
+index lists the id once the prompt's captures are on the disk (`capture.directory`). A listed prompt is not run again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Collection:
 
     Args:
         prompts, plan, to, ids: as in `TraceModel.collect`.
-        params: sampling parameters, `max_tokens` among them.
+        params: sampling parameters, including `max_tokens`.
 
     Attributes:
         names: the id of each prompt, once `parts` has been called.
@@ -71,7 +71,7 @@ class Collection:
             )
 
     def parts(self, model: Any) -> list[list[Invoke]]:
-        """The requests to run, part by part, all of them checked.
+        """The requests to run, in parts, all of them checked.
 
         `model`: the TraceModel that will run them.
         """
@@ -79,7 +79,7 @@ class Collection:
         missing = self._missing(model, collected, self._listed(collected))
         remove_orphans(self.directory)
         there, count = len(self._prompts) - len(missing), len(self._prompts)
-        if there:  # a warning, so that it shows without any logging set up
+        if there:  # a warning, which shows without a logging setup
             text = "%s of %s prompts are in %s already; %s to go"
             _log.warning(text, f"{there:,}", f"{count:,}", self.directory, f"{len(missing):,}")
         return [missing[first : first + PART] for first in range(0, len(missing), PART)]
@@ -98,7 +98,7 @@ class Collection:
         return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}".encode()))
 
     def _listed(self, expected: Collected) -> dict[str, str]:
-        """The digest of each prompt in the directory, by id. Raises CaptureError if the directory has another collection."""
+        """The digest of each prompt in the directory, by id. Raises CaptureError if the directory contains another collection."""
         if not any(self.directory.glob("index-*.jsonl")):
             return {}
         listed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A model in other processes, as its client sees it outside of traces: by the description that its workers give."""
+"""A model in other processes, as its client sees it outside of traces: by the description from its workers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from midstream.plan.values import ModelFacts, Plan
 from midstream.requests.invokes import Invoke
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
-from midstream.trace.envoy import OF_NNSIGHT, lines_of, nearest, where_layers_are
-from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
+from midstream.trace.envoy import OF_NNSIGHT, ModuleTree, by_path, lines_of, nearest, where_layers_are
 from midstream.trace.record import Model
+from midstream.trace.shipping import ShippedCode, ship
 from midstream.trace.tracer import BodyTracer
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
@@ -30,10 +31,10 @@ _VALUES = ("output", "input", "inputs")
 _CONTENTS = ("parameters", "named_parameters", "state_dict", "weight", "bias")
 
 
-class ModuleHandle:
+class ModuleHandle(ModuleTree):
     """A module of the model outside of a trace: its children, its text, its weights. Inside a trace it is the module.
 
-    The contents of the module come from the engine, by a request of one token without the model's edits and its plan.
+    The module's weights come from the engine, by a request of one token without the model's edits and its plan.
     """
 
     def __init__(self, path: str, model: DescribedModel) -> None:
@@ -45,7 +46,7 @@ class ModuleHandle:
 
     @property
     def _below(self) -> list[str]:
-        """The paths, from here, of all modules in this one."""
+        """The paths of all modules in this one, relative to it."""
         start = f"{self._path}." if self._path else ""
         names = [path[len(start) :] for path in self._model.description["modules"] if path.startswith(start)]
         return [name for name in names if name]
@@ -80,7 +81,7 @@ class ModuleHandle:
         raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, known)}{hint}")
 
     def _named_modules(self) -> Iterator[tuple[str, ModuleHandle]]:
-        """This module and all in it, with their paths from here."""
+        """This module and all in it, with their paths relative to it."""
         yield "", self
         yield from ((name, self._child(name)) for name in self._below)
 
@@ -105,7 +106,7 @@ class ModuleHandle:
         return (lambda: iter(read().items())) if name == "named_parameters" else (lambda: iter(read().values()))
 
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
-        """What `read` returns in a trace."""
+        """The return value of `read` in a trace."""
         if self._model._is_async:
             raise TraceError(
                 f"With mode='async', read {self._path}.{name} in a trace: `await model.run(lambda m: m.{self._path}.{name}, prompt)`."
@@ -118,25 +119,11 @@ class ModuleHandle:
 
     @property
     def source(self) -> SourceText:
-        """The module's forward with the calls in it, which a trace can read and write: `print(model.model.layers[0].source)`."""
+        """The module's forward, with the calls that a trace can read and write: `print(model.model.layers[0].source)`."""
         return SourceText(f"{self._path}.source", *self._read("source", partial(_source, self._path)))
-
-    def __getitem__(self, index: int | slice | str) -> Any:
-        children = self._children
-        if isinstance(index, slice):
-            return [self._child(name) for name in children[index]]
-        if isinstance(index, str) or not -len(children) <= index < len(children):
-            raise UnknownModuleError(f"{self._path}[{index!r}]: {self._path} has {len(children)} modules.")
-        return self._child(children[index])
-
-    def __len__(self) -> int:
-        return len(self._children)
 
     def __bool__(self) -> bool:
         return True
-
-    def __iter__(self) -> Iterator[ModuleHandle]:
-        return map(self._child, self._children)
 
     def __repr__(self) -> str:
         described, size = self._model.description, len(self._path) + 1
@@ -151,11 +138,11 @@ class ModuleHandle:
 
 
 class SourceText:
-    """The text of a forward or of a function that it calls, with the names of the calls in it at their lines.
+    """The text of a forward or of a function that it calls, with the names of the calls at their lines.
 
     Args:
         path: of the source: `model.layers.3.mlp.source`.
-        inside: name of a call -> the text of its source and the names in it, or why it has none.
+        inside: name of a call -> the text of its source and the names in it, or the reason why it has none.
     """
 
     def __init__(self, path: str, text: str, names: Sequence[str], inside: Mapping[str, Any]) -> None:
@@ -201,15 +188,15 @@ class CallText:
 
 
 def _parameter(path: str, name: str, model: Any) -> Any:
-    return getattr(_module(model, path), name).detach().clone()
+    return getattr(by_path(model, path), name).detach().clone()
 
 
 def _state(path: str, model: Any) -> Any:
-    return {name: value.detach().clone() for name, value in _module(model, path).state_dict().items()}
+    return {name: value.detach().clone() for name, value in by_path(model, path).state_dict().items()}
 
 
 def _source(path: str, model: Any) -> Any:
-    source = _module(model, path).source
+    source = by_path(model, path).source
     return str(source), dir(source), {name: _source_inside(getattr(source, name)) for name in dir(source)}
 
 
@@ -221,23 +208,17 @@ def _source_inside(call: Any) -> Any:
     return str(inside), dir(inside)
 
 
-def _module(model: Any, path: str) -> Any:
-    for name in path.split("."):
-        model = model[int(name)] if name.isdigit() else getattr(model, name)
-    return model
-
-
 class DescribedModel(TraceModel):
-    """A model whose traces run in other processes, on copies of what they use."""
+    """A model whose traces run in other processes, on copies of their variables."""
 
     _ships = True
-    _is_elsewhere = False  # whether on another machine
+    _is_elsewhere = False  # whether it runs on another machine
 
     def __midstream_reference__(self) -> Any:
         return ("model",)
 
     async def start(self) -> Self:
-        """Make the model ready, for `async with`."""
+        """Prepare the model for `async with`."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -249,12 +230,11 @@ class DescribedModel(TraceModel):
         self.close()
 
     def _code(self, invokes: Sequence[Invoke]) -> ShippedCode | None:
-        """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""
+        """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for a value that cannot be sent."""
         programs = self._programs(invokes)
         return ship(programs, self._is_elsewhere) if any(programs) else None
 
-    def _programs(self, invokes: Sequence[Invoke]) -> list[list[Program]]:
-        """For each invoke the code of its edits, and then its own."""
+    def _programs(self, invokes: Sequence[Invoke]) -> list[list[TraceProgram]]:
         edits = list(self.edits.values())
         return [
             [
@@ -278,13 +258,13 @@ class DescribedModel(TraceModel):
         return ModelFacts(described["num_layers"], widths, described["dtype"], described.get("stages", ()))
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
-        """What becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.
+        """Explain a trace's code line by line: what a plan does, what is captured, and what stays in the forward.
 
             print(model.explain(fn))        # fn(model) or fn(model, tracer), as for `run`
             with model.explain():           # prints it; the block is not run
                 model.layers_output[10] += v
 
-        Nothing is computed. The text does not take into account `n`, a plan beside the trace, or edits of the model.
+        Nothing is computed. The text ignores `n`, the plan of a trace, and edits of the model.
 
         Returns:
             The text, for a function. A notebook shows it without `print`.
@@ -295,7 +275,7 @@ class DescribedModel(TraceModel):
 
     @cached_property
     def _known(self) -> Model:
-        """What is known of the model before a trace runs."""
+        """The facts about the model that are known before a trace runs."""
         described = self.description
         bindings = {
             _point(text): Binding(path, kind, tuple(hidden), _tuple(residual), _tuple(heads), scale, in_place)
@@ -357,7 +337,7 @@ class DescribedModel(TraceModel):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several tensor-parallel ranks have parts of the weights."""
+        """Whether the weights are sharded over several tensor-parallel ranks."""
         return False
 
     def __repr__(self) -> str:
@@ -367,7 +347,7 @@ class DescribedModel(TraceModel):
 
 
 class Explanation(str):
-    """A text that a notebook shows as it is."""
+    """A text that a notebook shows unquoted."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -385,7 +365,7 @@ class ExplainContext(BlockContext):
         print(explained(BlockProgram(block, injected), self._model._known, is_streamed=self._model._is_async))
 
 
-# What a module of PyTorch's, and one of nnsight's, tell of the tree.
+# Methods of PyTorch's and nnsight's modules that describe the tree.
 _TREE: dict[str, Callable[[ModuleHandle], Any]] = {
     "named_modules": lambda handle: handle._named_modules,
     "modules": lambda handle: lambda: (module for _, module in handle._named_modules()),

@@ -40,21 +40,21 @@ from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import Sweeping, SweepStream
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
+from midstream.trace.code import RETURNED, BlockProgram, Found, FunctionProgram, TraceProgram
 from midstream.trace.envoy import inside
-from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
 
 
-class StandingEdit(Program):
-    """A program that runs in every step of every request, or once for each request if it goes through the steps itself.
+class StandingEdit(TraceProgram):
+    """A program that runs in every step of every request, or once for each request if it iterates over the steps itself.
 
     Attributes:
-        has_name: whether requests can leave it out by its name.
+        has_name: whether requests can exclude it by its name.
     """
 
     is_standing = True
 
-    def __init__(self, program: Program, has_name: bool) -> None:
+    def __init__(self, program: TraceProgram, has_name: bool) -> None:
         self.program, self.has_name = program, has_name
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
@@ -110,7 +110,7 @@ def _result(model: Any, tracer: Any) -> Any:
 
 
 def loading_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a model's constructor, without those of nnsight's that say what midstream does anyway.
+    """Arguments of a model's constructor, without nnsight's arguments that ask for midstream's usual behaviour.
 
     Raises ParameterError for those that ask for something else.
     """
@@ -140,7 +140,7 @@ class TraceModel(Sizes):
         model_name: as it was given.
         vectors: the named vectors that plans may use: `model.vectors["truth"] = tensor`.
         runs: the recorded runs.
-        progress: whether calls show a progress bar that do not say it themselves, as in `generate`.
+        progress: the default of the `progress` argument of calls, as in `generate`.
     """
 
     edits: dict[str, StandingEdit]
@@ -151,11 +151,11 @@ class TraceModel(Sizes):
     runs: Runs
     progress: bool | None = None
     _plan: Plan = Plan()
-    _planner: tuple[Any, Planner] | None = None  # what it was made with
+    _planner: tuple[Any, Planner] | None = None  # with the facts that it was made from
     _is_async = False
-    has_engine = True  # which runs requests as they come
+    has_engine = True  # whether an engine schedules its requests
     _has_logprobs = True  # whether it takes logprobs=
-    _ships = False  # whether traces run in another process, on copies of what they use
+    _ships = False  # whether traces run in another process, on copies of their variables
 
     def close(self) -> None:
         """Close the model. Called at the end of `with model:`."""
@@ -175,13 +175,13 @@ class TraceModel(Sizes):
         """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps.
 
         Args:
-            ended: called as invokes end, with how many.
+            ended: called with the number of invokes that have ended.
         """
         raise NotImplementedError
 
     @property
     def _generation(self) -> Mapping[str, Any]:
-        """The values of the model's generation configuration that are not the usual ones."""
+        """The values of the model's generation configuration that differ from the defaults."""
         raise NotImplementedError
 
     @property
@@ -200,7 +200,6 @@ class TraceModel(Sizes):
         return Bar(self.progress if progress is None else progress, total, unit)
 
     def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> OutputStream:
-        """As `_run`, with a progress bar."""
         bar = self._bar(progress, len(invokes))
         stream = self._run(invokes, together, bar.update)
         stream.bar = bar
@@ -216,7 +215,7 @@ class TraceModel(Sizes):
         return self._planner[1]
 
     def _with_plan(self, invokes: list[Invoke]) -> list[Invoke]:
-        """The invokes, with the model's own plan before theirs; before that of a run to record, with its edits alone."""
+        """The invokes, with the model's own plan before theirs. A run to record gets only the plan's edits."""
         if not self.plan:
             return invokes
         edits = Plan(self.plan.edits)
@@ -273,25 +272,24 @@ class TraceModel(Sizes):
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
 
         Args:
-            prompt: text; token ids; chat messages, for the tokenizer's chat template; or a tokenizer's output, also as
-                `trace(**encoding)`, whose tokens that `attention_mask` masks do not count. None if the block has invokes with prompts of
-                their own. Or a list of prompts: `LanguageModel` runs the block once on their batch, so that values have a batch axis; the
-                other models run it for each prompt, and a saved name has the list of its values.
-            plan: interventions that run beside the block; at a site, the plan's edits come before the block's.
-            edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name
-                always run.
+            prompt: text; token ids; chat messages, for the tokenizer's chat template; or a tokenizer's output, also as `trace(**encoding)`,
+                without the tokens that `attention_mask` masks. None if the block has invokes with their own prompts. Or a list of prompts:
+                `LanguageModel` runs the block once on their batch, so that values have a batch axis; the other models run it for each
+                prompt, and a saved name has the list of its values.
+            plan: interventions that run together with the block; at a site, the plan's edits come before the block's.
+            edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name always
+                run.
             trace: False returns the output, without a with-statement; a list of them for a list of prompts.
             progress: as in `generate`.
-            params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on. Decoding is greedy if none asks for
-                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do. On `LanguageModel` also
+            params: sampling parameters: `max_tokens` (default 1), `temperature` and so on. Decoding is greedy unless `temperature`,
+                `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel` also
                 `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single one.
 
         Raises:
             PromptError: an empty prompt, one that does not fit into one step, or a chat without a chat template.
             InterventionError: the block raised; the error is also an instance of the builtin class that was raised.
-            OutOfOrderError, NeverReachedError, ShapeError, UnknownModuleError, UnknownSiteError: the block asked for a value
-                that cannot be had.
-            PlanError: the plan cannot be done on this model, or to this prompt.
+            OutOfOrderError, NeverReachedError, ShapeError, UnknownModuleError, UnknownSiteError: the block asked for an unavailable value.
+            PlanError: the model cannot carry out the plan on this prompt.
         """
         _refuse_in_trace("trace")
         prompt, params = prompt_in(prompt, params)
@@ -369,22 +367,22 @@ class TraceModel(Sizes):
 
         Args:
             prompts: one prompt or several, each as in `trace`.
-            plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, which all act on every prompt; or a list with one plan,
-                list or None for each prompt, such as `[[Steer(...)], [Steer(...)]]`. Captured rows are on the outputs, as `captures`.
-            answers: tokens, by text or id, to grade as the first token after the prompt: one or a list, for all prompts; or a list
-                with a list for each prompt. Their log-probabilities (nats, before temperature) are on the outputs as
-                `answers`, `{answer: log-probability}`, however unlikely they are.
+            plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, which all act on every prompt; or a list with one plan, list
+                or None for each prompt, such as `[[Steer(...)], [Steer(...)]]`. Captured rows are on the outputs, as `captures`.
+            answers: tokens, by text or id, to grade as the first token after the prompt: one or a list, for all prompts; or a list with a
+                list for each prompt. Their log-probabilities (nats, before temperature) are on the outputs as `answers`, `{answer:
+                log-probability}`, even for unlikely tokens.
             edits: as in `trace`.
-            progress: whether to show a progress bar of the requests, if there are several. None shows it in a terminal and in a notebook,
-                once the call has lasted two seconds; or as the model's own `progress` says.
-            params: sampling parameters; `max_tokens` is 16 if not given.
+            progress: whether to show a progress bar of the requests, if there are several. None uses the model's own `progress`; if that is
+                None, too, a terminal or a notebook shows the bar after two seconds.
+            params: sampling parameters; `max_tokens` defaults to 16.
 
         Returns:
             A list of outputs, one for each prompt. With `mode="async"`, a stream: await it for the list, or iterate over the outputs as
-            they come. `with model.generate(prompt, max_tokens=8) as tracer:` is `model.trace`.
+            they arrive. `with model.generate(prompt, max_tokens=8) as tracer:` is `model.trace`.
 
         Raises:
-            PlanError: a plan cannot be done on this model, or to its prompt. Nothing has been run.
+            PlanError: the model cannot carry out a plan on its prompt. Nothing has been run.
             PromptError: an answer is not one token. Nothing has been run.
             CaptureError: some captured rows did not arrive at their destination. `outputs` has the outputs of all prompts.
         """
@@ -417,27 +415,27 @@ class TraceModel(Sizes):
     ) -> Any:
         """Run the prompts whose captures a directory lacks, and write their captures to the directory.
 
-        Each request is listed there within about a second of its end, while others run. A call that was killed can be repeated: it
-        continues where it stopped, and logs how many prompts the directory has already.
+        Each request is listed there within about a second of its end, while others run. Repeat a call that was killed: it continues where
+        it stopped, and logs how many prompts the directory has already.
 
         Args:
             prompts: one prompt or several.
             plan: interventions for all prompts, with at least one `Capture`, without `to`.
-            to: a directory, for this model, this plan and nothing else. With captures of generated rows, also for these parameters.
-            ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt
-                by it. None makes ids from the tokens; each of several equal prompts has an id of its own.
-            shard_bytes: a file of the directory has about so many bytes at most. 256 MiB if None.
+            to: a directory for this model and this plan only. With captures of generated rows, also for these parameters only.
+            ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt by it.
+                None makes ids from the tokens; each of several equal prompts gets its own id.
+            shard_bytes: the approximate limit of each file's size. 256 MiB if None.
             progress: as in `generate`. The bar counts the prompts that the directory lacks.
-            params: sampling parameters; `max_tokens` is 1 if not given.
+            params: sampling parameters; `max_tokens` defaults to 1.
 
         Returns:
             The captures of these prompts by id, in the order of the prompts. `open_captures(to)` has those of all calls. Awaitable with
             `mode="async"`.
 
         Raises:
-            CaptureError: the directory holds captures of another model or plan, another prompt under one of these ids, or one of these
-                prompts from a call with `ids` where this one has none, or the other way round. Nothing has been run. Also raised if
-                some captured rows were not written.
+            CaptureError: the directory contains captures of another model or plan, another prompt under one of these ids, or one of these
+                prompts from a call with `ids` where this one has none, or the other way round. Nothing has been run. Also raised if some
+                captured rows were not written.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
@@ -471,7 +469,7 @@ class TraceModel(Sizes):
         return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
 
     def session(self, **params: Any) -> Session:
-        """`with model.session():` groups traces, as nnsight does. They run one after the other, as they would without it.
+        """`with model.session():` groups traces, as nnsight does. They run one after the other, with or without it.
 
         Save a value in one trace to use it in the next.
         """
@@ -496,7 +494,7 @@ class TraceModel(Sizes):
 
         Args:
             sites: such as `["resid_post"]`; `layers` and `positions` are as in `Capture`, with positions of the prompt.
-            name: of the run; it replaces an older run of that name. "run-1" and so on if None.
+            name: of the run, which replaces an older run of that name. If None, "run-1" and so on.
 
         Returns:
             A handle. Awaitable with `mode="async"`.
@@ -509,7 +507,7 @@ class TraceModel(Sizes):
     def recording_for(
         self, owner: str, prompt: Prompt, sites: str | Sequence[str], layers: Any, positions: Any, name: str | None
     ) -> Any:
-        """As `record`, for somebody else, who pays for the run's bytes: see `runtime.store.RunStore`."""
+        """As `record`, for another owner, to whom the run's bytes are charged: see `runtime.store.RunStore`."""
         words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
         if words or (isinstance(positions, Selector) and positions.selects_generated):
             raise PlanError(
@@ -525,7 +523,6 @@ class TraceModel(Sizes):
     def _recording(
         self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
     ) -> Coroutine[Any, Any, RecordedRun]:
-        """Arguments and errors as of `recording_for`."""
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         name = self.runs.new_name() if name is None else fields.name("name", name)
         record = uuid.uuid4().hex, name, owner
@@ -572,12 +569,12 @@ class TraceModel(Sizes):
         Args:
             clean, corrupt: one prompt each, or for several pairs one list each. `corrupt` may be None for ablations.
             answer, foil: the answer of the clean prompt and that of the corrupt prompt: text of one token, or a token id; or a list with
-                one for each pair. Both are graded by token id, however unlikely they are.
+                one for each pair. Both are graded by token id, even if they are unlikely.
             sites: one site or a list, the sites of `Patch`. On vLLM, sites outside of the engine's `graph_sites` run uncompiled.
             layers: "all", a layer, or a list.
-            positions: positions of the patched prompt. "all": each in a cell of its own. "together": all in one cell. A list: one cell for
-                each entry, which is a position, or text whose tokens are patched together. A dict: the same, with the cells' names as
-                keys; a value may be a list with an entry for each pair.
+            positions: positions of the patched prompt. "all": one cell for each. "together": one cell for all. A list: one cell for each
+                entry, which is a position, or text whose tokens are patched together. A dict: the same, with the cells' names as keys; a
+                value may be a list with an entry for each pair.
             heads: "all", or the heads to patch one by one. Needs sites="attn_z".
             metric: "logit_diff": the answer's log-probability minus the foil's, in nats, which equals the difference of their logits.
                 "logprob": the answer's log-probability. "recovered": "logit_diff", or "logprob" without a foil, scaled so that 0 is the
@@ -587,8 +584,8 @@ class TraceModel(Sizes):
             source: "run" is the other prompt's run. For ablations: "zeros", or "mean", the mean over all tokens of the patched prompts.
             coarse: (layers, positions), the size of windows to patch first. Then only the cells in the `best` windows of each site run.
             top: how many of the likeliest next tokens to return with each cell. Needs a `VLLM` or a `Remote`.
-            stream: return the running sweep, and iterate over its cells as they come.
-            to: a directory to write the cells to as they come. The same call continues a sweep that was interrupted.
+            stream: return the running sweep, and iterate over its cells as they arrive.
+            to: a directory to write the cells to as they arrive. The same call continues an interrupted sweep.
             progress: whether to show a progress bar of the cells, as in `generate`.
 
         Returns:
@@ -597,7 +594,7 @@ class TraceModel(Sizes):
         Raises:
             PromptError: an answer is not one token, or the prompts do not make pairs. Nothing has been run.
             PlanError: this model has no such site, layer or position. Nothing has been run.
-            ParameterError: another argument is invalid, or `to` holds another sweep. Nothing has been run.
+            ParameterError: another argument is invalid, or `to` contains another sweep. Nothing has been run.
         """
         _refuse_in_trace("sweep")
         asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
@@ -608,19 +605,18 @@ class TraceModel(Sizes):
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
-        """The object that runs a sweep."""
         return Sweeping(self, clean, corrupt, answer, foil, asked, to)
 
     def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:
-        """`with model.edit() as edited:` makes a view of the model, for whose requests the block runs, too, in each of their steps.
+        """`with model.edit() as edited:` makes a view of the model. The block runs in each step of the view's requests.
 
             with model.edit() as edited:
                 edited.layers_output[5] += direction
             with edited.trace(prompt): ...          # with the edit
             with model.trace(prompt): ...           # without
 
-        The view has the same weights, engine, vectors and runs. Values that the block saves are in `saves` of each request's output: a
-        list of them if it has saved a name in several steps. Edits run in the order in which they were made.
+        The view has the same weights, engine, vectors and runs. Values that the block saves are in `saves` of each request's output: a list
+        of them if it has saved a name in several steps. Edits run in the order in which they were made.
 
         With two names, `with model.edit() as (tracer, edited):`, the block has a tracer; `edited.clear()` removes the edit. As in nnsight,
         this form edits the model itself on `VLLM` and `Remote`, as with `inplace=True`.
@@ -649,10 +645,10 @@ class TraceModel(Sizes):
         view.__dict__["clear"] = clear
         return view
 
-    def chosen_edits(self, edits: Any) -> Sequence[Program] | None:
-        """The programs of the edits that a request asks for, by `edits=`: those without a name, and those listed. None for all.
+    def chosen_edits(self, edits: Any) -> Sequence[TraceProgram] | None:
+        """The programs of the edits that a request chooses by `edits=`: those without a name, and those listed. None for all.
 
-        Raises TraceError for an edit that is not there.
+        Raises TraceError for an unknown edit.
         """
         if edits is None:
             return None

@@ -1,4 +1,4 @@
-"""`with model.trace(...)`: takes the block, has the model run it, and binds the saved values in the caller's frame."""
+"""`with model.trace(...)`: takes the block, lets the model run it, and binds the saved values in the caller's frame."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import dis
 import sys
 import warnings
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sampling
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
-from midstream.requests.streams import OutputStream
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.program import BlockProgram, FunctionProgram, Program, code_of
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
 
-_LEFT_IN_ENGINE = (
+_MUTATED_IN_ENGINE = (
     "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
     "values, `x.save()`: a list or dict comes back with the saved values in it. Or save all of it, `{name}.save()` in the trace."
 )
-_LEFT_BY_FUNCTION = (
+_MUTATED_BY_FUNCTION = (
     "{function} put values into {names} and did not return them. It works on copies of its variables, so the values stay there: return "
     "them, or write a with-block and save them."
 )
-_COUNTED = (
+_REBOUND = (
     "A trace has variables of its own: outside of it, {names} did not change. To go on with the trace's value, save it there: "
     "`{name}.save()` after the last change."
 )
@@ -47,33 +46,11 @@ _NOT_YET = (
 
 
 class _MisplacedError(TraceError):
-    """Something of an invoke's block stands above the invokes."""
-
-
-class Backend(Protocol):
-    """The model that a trace runs on.
-
-    Attributes:
-        _is_async: whether the user awaits what `_finish` and `_run_with_bar` return.
-        _ships: whether traces run in another process, on copies of what they use.
-        _generation: as of `TraceModel`.
-    """
-
-    _is_async: Any
-    _ships: bool
-
-    @property
-    def _generation(self) -> Mapping[str, Any]: ...
-
-    def _run_with_bar(self, invokes: list[Invoke], together: bool, *, progress: bool | None) -> OutputStream: ...
-
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any: ...
-
-    def chosen_edits(self, edits: Any) -> Sequence[Program] | None: ...
+    """Code of an invoke's block is above the invokes."""
 
 
 class BlockContext:
-    """A with-statement whose block is captured as a program and not run in place."""
+    """A with-statement whose block is captured as a program, and does not run in place."""
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None
@@ -119,7 +96,9 @@ class BlockContext:
 
 
 class Session(BlockContext):
-    """`with model.session():`, a block with several traces, which runs in place. `.save()` around the traces gives the value itself."""
+    """`with model.session():`, a block with several traces, which runs in place. `.save()` outside of the traces returns the value
+    itself.
+    """
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         target = {block.target: self} if isinstance(block.target, str) else {}
@@ -160,12 +139,12 @@ class Tracer(BlockContext):
 
     def __init__(
         self,
-        model: Backend,
+        model: Any,  # a `TraceModel`, whose module imports this one
         prompt: Prompt | Sequence[Prompt] | None,
         params: dict[str, Any],
         max_tokens: int = 1,
         plan: Any = None,
-        edits: Sequence[Program] | None = None,
+        edits: Sequence[TraceProgram] | None = None,
         progress: bool | None = None,
     ) -> None:
         super().__init__()
@@ -173,7 +152,7 @@ class Tracer(BlockContext):
         self._edits = edits
         self._prompt = prompt
         self._params, self._max_tokens = params, max_tokens
-        sampling(params, max_tokens)  # raises for what is wrong with them
+        sampling(params, max_tokens)  # raises for an invalid parameter
         self._plan = Plan.of(plan)
         self._saved: dict[int, Any] = {}
         self._collecting = False
@@ -190,7 +169,7 @@ class Tracer(BlockContext):
     @property
     def result(self) -> Any:
         if not self.outputs:
-            raise TraceError("tracer.result is there once the trace has run.")
+            raise TraceError("tracer.result exists only after the trace has run.")
         if self._result is not None:
             return self._result
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
@@ -209,7 +188,7 @@ class Tracer(BlockContext):
 
         Args:
             prompt: as in `trace`. None runs the block on the whole batch, on `LanguageModel`.
-            plan, edits: for this request, in place of the trace's.
+            plan, edits: for this request, replacing the trace's.
             params: sampling parameters of this request; the trace's are the defaults.
         """
         if not self._collecting:
@@ -249,7 +228,7 @@ class Tracer(BlockContext):
         return self._block is not None and frame.f_code is self._block.code
 
     def program_of(self, block: Block) -> BlockProgram:
-        """The program of a block, with this tracer replaced by the one that bodies use."""
+        """The program of a block, with this tracer replaced by the tracer of bodies."""
         injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
         if self._prompt is not None and isinstance(block.target, str):
             injected[block.target] = BodyTracer()
@@ -277,7 +256,7 @@ class Tracer(BlockContext):
             self.backend = running
             self.outputs = self.backend.outputs
             self.backend.gives_one = len(self.invokes) == 1
-            self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
+            self.backend.when_done = lambda results: _warn(place, self._mutation_warnings(results))
             return
         results: list[InvokeResult] = self._model._finish(running.gathered())
         self.outputs = [
@@ -296,9 +275,9 @@ class Tracer(BlockContext):
 
     def _warnings(self, results: list[InvokeResult], has_values: bool) -> Iterator[str]:
         """Warnings about values that stayed in the trace. `has_values`: whether any value came back to the caller's variables."""
-        if counted := sorted({*_names(results, "counted")}):
-            yield _COUNTED.format(names=", ".join(counted), name=counted[0])
-        yield from self._left_warnings(results)
+        if names := sorted({*_names(results, "rebound")}):
+            yield _REBOUND.format(names=", ".join(names), name=names[0])
+        yield from self._mutation_warnings(results)
         if not self._model._ships:
             return
         outcomes = [outcome for result in results for outcome in result.outcomes]
@@ -307,14 +286,14 @@ class Tracer(BlockContext):
         ):
             yield _NOTHING_SAVED
 
-    def _left_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
-        """A warning about the caller's objects that the trace wrote to without saving them.
+    def _mutation_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
+        """A warning about the caller's objects that the trace changed and did not save.
 
-        Objects made by the block around the invokes are shared by them.
+        The invokes share the objects made by the block around them, so these are exempt.
         """
-        names = [name for name in _names(results, "left") if name.partition(".")[0] not in self._outer]
-        if left := _last_parts(names):
-            yield _LEFT_IN_ENGINE.format(names=", ".join(left), name=left[0])
+        names = [name for name in _names(results, "mutated") if name.partition(".")[0] not in self._outer]
+        if names := _last_parts(names):
+            yield _MUTATED_IN_ENGINE.format(names=", ".join(names), name=names[0])
 
     def _blocks(self) -> list[Block]:
         return [invoke.block for invoke in self.invokes if invoke.block is not None]
@@ -344,32 +323,32 @@ class Tracer(BlockContext):
 
 
 def warn_of_functions(invokes: Sequence[Invoke], results: Sequence[InvokeResult]) -> None:
-    """Warn about the caller's objects that functions, such as those of `model.run`, wrote to without returning them."""
+    """Warn about the caller's objects that functions, such as those of `model.run`, changed and did not return."""
     by_function: dict[int, tuple[Any, list[InvokeResult]]] = {}
     for invoke, result in zip(invokes, results, strict=True):
         if isinstance(invoke.program, FunctionProgram):
             by_function.setdefault(id(invoke.program.fn), (invoke.program.fn, []))[1].append(result)
     for fn, own in by_function.values():
-        code, names = code_of(fn), _last_parts(_names(own, "left"))
+        code, names = code_of(fn), _last_parts(_names(own, "mutated"))
         if names and code is not None:
-            text = _LEFT_BY_FUNCTION.format(function=code.co_name, names=", ".join(names))
+            text = _MUTATED_BY_FUNCTION.format(function=code.co_name, names=", ".join(names))
             _warn((code.co_filename, code.co_firstlineno, getattr(fn, "__globals__", {})), [text])
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:
-    """`found` for `keep.found`."""
+    """The last parts of dotted names: `found` for `keep.found`."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _warn(place: tuple[str, int, dict[str, Any]], texts: Iterable[str]) -> None:
-    """Warn at a line of a file. Python shows a warning once for each line, which the module's globals note."""
+    """Warn at a line of a file. Python shows a warning once for each line, which it notes in the module's globals."""
     file, line, names = place
     for text in texts:
         warnings.warn_explicit(text, UserWarning, file, line, registry=names.setdefault("__warningregistry__", {}))
 
 
 def _names(results: list[InvokeResult], kind: str) -> list[str]:
-    """The names that the invokes' own bodies report as `left`, `unsaved` or `counted`."""
+    """The names that the invokes' own bodies report as `mutated`, `unsaved` or `rebound`."""
     return [name for result in results for outcome in result.outcomes[:1] for name in getattr(outcome, kind)]
 
 
@@ -378,8 +357,8 @@ def saved_values(
 ) -> dict[str, Any]:
     """The values to bind in the caller's frame: a list, in the order of the invokes, for a name that several of them saved.
 
-    The caller's lists and dicts, those that invokes use by name and those `saved` in the block around them, keep their identity and get
-    the items that invokes put into them. In the engine, too, the invokes share them.
+    The caller's lists and dicts, both those that invokes use by name and those `saved` in the block around them, keep their identity and
+    receive the items that invokes put into them. The invokes also share them in the engine.
     """
     values = {name: value for name, value in outer.items() if id(value) in saved}
     above = dict(values)
@@ -390,7 +369,7 @@ def saved_values(
     )
     for number, (invoke, result) in order:
         for name in result.outcomes[0].values if result.outcomes else ():
-            # Not the outcomes of standing edits that failed.
+            # Leave out standing edits that failed.
             samples = [o for o in result.outcomes if o.failure is None or name in o.values]
             each = [outcome.values.get(name) for outcome in samples]
             there = _callers_object(invoke, name, above)
@@ -414,7 +393,7 @@ def saved_values(
 
 
 def _fill(there: Any, value: Any) -> bool:
-    """Copy the items of an engine's container to the caller's. False if the caller's object is no container of that kind."""
+    """Copy the items of an engine's container to the caller's. False if the caller's object is not the same kind of container."""
     if isinstance(there, list) and isinstance(value, list):
         there[:] = value
     elif isinstance(there, dict) and isinstance(value, dict):
@@ -429,7 +408,7 @@ def _fill(there: Any, value: Any) -> bool:
 
 
 def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
-    """Set the attribute of the caller's object that `name`, `owner.attribute`, refers to."""
+    """Set an attribute of the caller's object. `name` is `owner.attribute`."""
     owner, _, attribute = name.rpartition(".")
     held = None if invoke.block is None else invoke.block.outside.get(owner)
     if (own := attributes_of(held)) is not None:
@@ -437,7 +416,7 @@ def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
 
 
 def _callers_object(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
-    """The caller's object of a name that the invoke uses and does not bind, or the object saved in the block around the invokes."""
+    """The caller's object under a name that the invoke uses and does not bind, or the object saved in the block around the invokes."""
     block = invoke.block
     if block is not None and name not in block.assigned and name in (outside := block.outside):
         return outside[name]

@@ -30,7 +30,7 @@ from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.trace_host import TraceHost
-from midstream.trace.rows import Layout
+from midstream.trace.rows import BatchLayout
 
 _COMPUTE_LOGITS = "vllm.model_executor.models.interfaces_base.VllmModelForTextGeneration.compute_logits"
 
@@ -55,7 +55,7 @@ class Host:
     def step_is_traced(self) -> bool:
         return self._traces.step_is_traced
 
-    def begin_step(self, layout: Layout) -> None:
+    def begin_step(self, layout: BatchLayout) -> None:
         if self._plans.step_is_planned:
             self._plans.begin_step(layout)
         if self._traces.step_is_traced:
@@ -287,7 +287,7 @@ class V1Runner(Runner):
             if not host.is_prepared(batch.req_ids, total):
                 counts = kwargs["num_scheduled_tokens_np"]
                 computed = batch.num_computed_tokens_cpu[: len(counts)]
-                host.begin_step(Layout(batch.req_ids, counts, computed, total))
+                host.begin_step(BatchLayout(batch.req_ids, counts, computed, total))
             return determined
 
         def dispatch_cudagraph(*args: Any, **kwargs: Any) -> Any:
@@ -442,7 +442,7 @@ class V2Runner(Runner):
             if not host.is_prepared(batch.req_ids, batch.num_tokens_after_padding):
                 counts = batch.num_scheduled_tokens[: batch.num_reqs]
                 computed = batch.num_computed_tokens_np[: batch.num_reqs]
-                host.begin_step(Layout(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
+                host.begin_step(BatchLayout(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
             return batch
 
         self._replace_while(Watch.ROWS, f"{self._RUNNER}.prepare_inputs", runner, prepare_inputs)

@@ -39,13 +39,14 @@ from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.programs import InGraph, RecordedPrograms
 from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
 from midstream.runtime.step import FiniteCheck, StepEnds
-from midstream.runtime.tables import CpuTables, DeviceTables, Tables, flat
+from midstream.runtime.tables import DeviceTables, Tables, flat
+from midstream.runtime.torch_tables import TorchTables
 from midstream.runtime.trace_host import TraceHost
 from midstream.settings import Settings, is_ours
 from midstream.sites import Point, point_name
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.remote import ALONE
+from midstream.trace.parallel import ALONE
 from midstream.transport.sender import Sender
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class Worker(PlatformWorker):
             most_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, largest) + 8  # padded to a graph
             tables = DeviceTables(points, most_rows, self.device, early_launch=self._tensor_ranks is None)
         else:
-            tables = CpuTables(points, config.model_config.dtype)
+            tables = TorchTables(points, self.device, config.model_config.dtype)
         local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, (stage, pipeline.size))
         return PlanHost(
             tables,
@@ -253,7 +254,7 @@ class Worker(PlatformWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         config, tables = self.vllm_config, self.plans.tables
-        if has_graphs(config) and self._has_built_in:
+        if has_graphs(config) and self._has_built_in and isinstance(tables, DeviceTables):
             built_in = NOTHING if self._records_later() else frozenset(site for site, _ in tables.points)
             limit = Settings.of(config).graph_bytes
             self._runner.hold_graphs(limit, self._kernel_at, tables.acts_at, at_start=built_in)

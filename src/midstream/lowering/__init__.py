@@ -1,5 +1,5 @@
-"""Where the code of a trace runs: it is recorded (`trace.record`), and what can be a plan or a program becomes one.
+"""Decides where the code of a trace runs: it is recorded (`trace.record`), and becomes a plan or a program where that is possible.
 
-`tiers` decides. `recordings` keeps what was recorded for later calls. `passes` finds linear functions of the value that was read, `rowwise`
-and `blocks` find functions of its rows, and `kept` finds what is only kept.
+`tiers` decides. `recordings` caches recordings for later calls. `passes` finds linear functions of a site's value, `rowwise` and
+`row_tensors` find functions of its rows, and `client_traces` makes saved values of captured rows.
 """

@@ -1,6 +1,6 @@
-"""What a recorded write means row by row: the linear function of the value that was read, where it is one.
+"""Finds the linear change that a recorded write makes to each row, if it is one.
 
-    for rows, change in changes(write): ...     # `Steer.saying(change, ...)` and its like make edits of them
+    for rows, change in changes(write): ...     # `Steer.saying(change, ...)` and the other kinds make edits of it
 
 Legend: T tokens of the step, H the site's width.
 """
@@ -16,11 +16,11 @@ import torch
 from midstream.plan.ops.edit import RowChange
 from midstream.trace.graph import Value, Write
 
-# Which rows: what is applied to the list of all rows, one after the other. Empty for all.
-Rows = tuple[int | slice | tuple[int, ...], ...]
+# Which rows: indices that are applied to the list of all rows, one after the other. Empty for all rows.
+RowChoice = tuple[int | slice | tuple[int, ...], ...]
 
 
-def rows_of(rows: Rows, tokens: int) -> list[int]:
+def rows_of(rows: RowChoice, tokens: int) -> list[int]:
     """The rows among `tokens`. Raises IndexError for a row outside."""
     found: Any = list(range(tokens))
     for each in rows:
@@ -37,40 +37,40 @@ class _Linear:
     """
 
     change: RowChange
-    rows: Rows = ()
-    parts: tuple[tuple[Rows, RowChange], ...] = ()
+    rows: RowChoice = ()
+    parts: tuple[tuple[RowChoice, RowChange], ...] = ()
 
 
 @dataclass(frozen=True)
 class _Along:
-    """`h . w + b`, one number a row; of shape `[T]`, or `[T, 1]` if `is_column`."""
+    """`h . w + b`, one number for each row; of shape `[T]`, or `[T, 1]` if `is_column`."""
 
     w_H: torch.Tensor
     b: float
-    rows: Rows
+    rows: RowChoice
     is_column: bool
     eps: float
 
 
 @dataclass(frozen=True)
 class _Weighted:
-    """`h * w`, which is linear in the sense of `_Along` once it is summed over H."""
+    """`h * w`, which becomes an `_Along` once it is summed over H."""
 
     change: RowChange
     w_H: torch.Tensor
-    rows: Rows
+    rows: RowChoice
 
 
 class _Unknown(Exception):
-    """It is not of these forms."""
+    """The value has none of these forms."""
 
 
-def changes(write: Write) -> list[tuple[Rows, RowChange]] | None:
-    """What a write does to which rows, a later entry in place of an earlier one; None if it is not of this form."""
+def changes(write: Write) -> list[tuple[RowChoice, RowChange]] | None:
+    """The changes that a write makes, each with its rows. Later entries override earlier ones. None if the write is not linear."""
     if len(write.was.shape) != 2:
         return None
     try:
-        found = _Reader(write.was).of(write.now)
+        found = _LinearReader(write.was).of(write.now)
         if isinstance(found, torch.Tensor):
             found = _Linear(_constant(found, write.was.shape[-1], write.was.shape[0]))
     except (_Unknown, IndexError, RecursionError):
@@ -98,7 +98,7 @@ def _constant(tensor: torch.Tensor, width: int, rows: int) -> RowChange:
     )
 
 
-class _Reader:
+class _LinearReader:
     """Reads values as functions of the value that was read, for one write."""
 
     def __init__(self, was: Value) -> None:
@@ -119,12 +119,12 @@ class _Reader:
         if value is self._was:
             return _Linear(RowChange(1.0, (), None, 0.0))
         if value.kind == "const":
-            return value.what
+            return value.target
         if value.kind == "put":
             return self._put(value)
         if value.kind != "call":
             raise _Unknown
-        name = value.what._schema.name.removeprefix("aten::").strip("_")
+        name = value.target._schema.name.removeprefix("aten::").strip("_")
         rule = getattr(self, f"_{name}", None)
         if (
             rule is None
@@ -143,7 +143,7 @@ class _Reader:
         if not value.dtype.is_floating_point or not isinstance(x, Value):
             raise _Unknown
         loses = torch.finfo(value.dtype).eps > torch.finfo(x.dtype).eps if x.dtype.is_floating_point else True
-        if loses and value.dtype != self._was.dtype:  # a plan rounds to the site's own dtype, and to no other
+        if loses and value.dtype != self._was.dtype:  # a plan rounds only to the site's own dtype
             raise _Unknown
         return self.of(x)
 
@@ -217,7 +217,7 @@ class _Reader:
             raise _Unknown
         if _has_rows_of_its_own(found.change):
             raise _Unknown
-        if found.parts:  # the rows that were replaced last, or none of these
+        if found.parts:  # only the rows that were replaced last
             last = next((part for part in reversed(found.parts) if part[0] == (*found.rows, chosen)), None)
             if last is None or last is not found.parts[-1]:
                 raise _Unknown
@@ -226,9 +226,9 @@ class _Reader:
 
     def _put(self, value: Value) -> _Linear:
         whole, new = self.of(value.args[0]), self.of(value.args[1])
-        rows: Rows = ()
+        rows: RowChoice = ()
         shape = value.args[0].shape
-        for func, args, kwargs, _ in value.what:
+        for func, args, kwargs, _ in value.target:
             name = func._schema.name.removeprefix("aten::")
             if name in ("alias", "detach"):
                 continue
@@ -248,12 +248,13 @@ class _Reader:
             return _Linear(new.change)
         if _has_rows_of_its_own(whole.change):
             raise _Unknown
-        if new.rows != rows and (new.change.scale or new.change.outers):  # it is about other rows than it goes to
+        # The rows that it reads differ from those that it writes.
+        if new.rows != rows and (new.change.scale or new.change.outers):
             raise _Unknown
         return replace(whole, parts=(*whole.parts, (rows, new.change)))
 
     def _places(self, indices: Sequence[Any], count: int) -> tuple[int, ...]:
-        """The known rows that `x[indices]` is about."""
+        """The known rows that `x[indices]` selects."""
         chosen = self.of(indices[0])
         if any(each is not None for each in indices[1:]) or not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
             raise _Unknown
@@ -394,7 +395,7 @@ class _Reader:
 
 
 def _has_rows_of_its_own(change: RowChange) -> bool:
-    """Whether each row gets other numbers."""
+    """Whether each row gets different numbers."""
     return change.constant is not None and change.constant.ndim == 2
 
 

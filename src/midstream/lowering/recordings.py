@@ -1,10 +1,10 @@
-"""The recordings of a call's code, kept for later calls of the same code with other prompts.
+"""The recordings of a call's code, cached for later calls of the same code with other prompts.
 
-A body is recorded twice (`trace.record`), on one copy of its variables, and the second time the codes of a call run in the opposite order.
-If that makes a difference, the code depends on something that a recording does not see: a variable that it changes, or the prompt's
-length. Recordings of two different lengths show the latter. They serve all lengths between.
+A body is recorded twice (`trace.record`) on one copy of its variables, and the second time the codes of a call run in the opposite order.
+If the two recordings differ, the code depends on something that a recording misses: a variable that it changes, or the prompt's length. Two
+recordings of different lengths reveal the latter, and serve all lengths in between.
 
-A recording of many steps serves requests of fewer steps, too: their code is known, and is run once more, for how it ends.
+A recording of many steps also serves requests with fewer steps: the code is known to be harmless, and is run once more to see how it ends.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from midstream.trace.code import BlockProgram, TraceProgram
 from midstream.trace.graph import same_steps
-from midstream.trace.program import BlockProgram, Program, ShippedCode, unship
 from midstream.trace.record import Model, Recording, fingerprint, record
+from midstream.trace.shipping import ShippedCode, unship
 from midstream.trace.stand_in import is_plain
 from midstream.trace.weights import Weight, on_device
 
 T = TypeVar("T")
 Place = tuple[int, int]  # a request, and which of its programs
 _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
-_SHORT = 5  # tokens of a prompt that a recording for all lengths is tried with
-_FEW = 4  # steps of a recording at least
+_SHORT = 5  # tokens of the short prompt in a recording for all lengths
+_FEW = 4  # the least steps of a recording
 _MOST_RECORDED = 16  # sets of recordings of one code
 _MOST_LOWERED = 512  # kinds of requests, by length and steps, whose plans are remembered
 _MOST_AGAIN = 256  # recordings of requests with fewer steps
@@ -37,11 +38,11 @@ class Recorded:
 
     Args:
         recordings: of each program and prompt length.
-        steps: with how many steps each was recorded.
+        steps: the number of steps of each recording.
         lengths: the shortest and the longest prompt that each recording is for, if it is for more than its own.
 
     Attributes:
-        lowered: what `lowering.tiers` has found of requests. Keys have ids of recordings, which the values hold.
+        lowered: the findings of `lowering.tiers` about requests. Keys contain ids of recordings, which the values keep alive.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Recorded:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what has been found of the recordings."""
+        """Forget the findings about the recordings."""
         self._found: dict[Hashable, tuple[Any, Any]] = {}
         self.lowered: dict[Hashable, Any] = {}
 
@@ -61,7 +62,7 @@ class Recorded:
         self.lowered[key] = lowered
 
     def serves(self, jobs: _Jobs) -> bool:
-        """Whether it has what these programs do. What has ended a recording in a later step does not end a shorter one."""
+        """Whether it covers these programs. A recording that a later step has ended does not cover a request with fewer steps."""
         for (place, length), steps in jobs.items():
             key = self._key(place, length)
             if self._lengths is not None and not self._lengths[0] <= length <= self._lengths[1]:
@@ -70,13 +71,13 @@ class Recorded:
                 return False
             recording = self._recordings[key]
             reached = len(recording.steps)
-            # Code that never waits for a later step does the same, however many there are.
+            # Code that does not wait for a later step does the same for any number of steps.
             if reached == self._steps[key] < steps or (recording.reason is not None and steps < reached):
                 return False
         return True
 
     def length(self, length: int) -> int:
-        """A length with which a program does the same as with the given one."""
+        """A length for which a program does the same as for the given one."""
         return length if self._lengths is None else self._lengths[0]
 
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
@@ -86,10 +87,10 @@ class Recorded:
         return self._recordings[self._key(place, length)]
 
     def once(self, find: Callable[..., T], of: Any, *rest: Any) -> T:
-        """`find(of, *rest)`, found once for each object `of`."""
+        """`find(of, *rest)`, computed once for each object `of`."""
         key = find, id(of)
         if key not in self._found:
-            self._found[key] = of, find(of, *rest)  # with the object, so that its id stays its own
+            self._found[key] = of, find(of, *rest)  # keeps the object alive, so that its id stays unique
         return self._found[key][1]  # type: ignore[no-any-return]
 
 
@@ -100,11 +101,11 @@ class Recorder:
         programs: of each request, which `code` has in the form to send.
 
     Attributes:
-        places: of each request's programs, each where an equal one stands first.
+        places: for each request's programs, the place of the first equal one.
         changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
     """
 
-    def __init__(self, programs: Sequence[Sequence[Program]], code: ShippedCode, model: Model) -> None:
+    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
         self._code, self._model = code, model
         self._has_arrays = b"numpy" in code.programs
         self._are_several = sum(code.bodies) > 1
@@ -128,7 +129,7 @@ class Recorder:
         for known in self._recorded:
             if known.serves(jobs):
                 return known
-        more = {key: max(_FEW, 1 << (most - 1).bit_length()) for key, most in jobs.items()}  # others may have as many
+        more = {key: max(_FEW, 1 << (most - 1).bit_length()) for key, most in jobs.items()}  # later calls may have more
         found = self._record(more)
         if not found.serves(jobs):
             found = self._record(jobs)
@@ -139,14 +140,14 @@ class Recorder:
         return self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
 
     def of(self, recorded: Recorded, place: Place, length: int, steps: int) -> Recording:
-        """What a program does in a request. With fewer steps than were recorded it may end in another way."""
+        """The recording for a request. With fewer steps than were recorded, the code may end differently."""
         recording = recorded.of(place, length)
         if recording.reason is None and steps < len(recording.steps):
             return self.again(place, recorded.length(length), recording, steps)
         return recording
 
     def again(self, place: Place, length: int, known: Recording, steps: int) -> Recording:
-        """Record a program with fewer steps than it has been recorded with."""
+        """Record a program with fewer steps than before."""
         key = place, length, steps
         if key in self._again:
             self._again.move_to_end(key)
@@ -157,7 +158,7 @@ class Recorder:
         return self._again[key]
 
     def writes_in_turn(self, lengths: Sequence[int], steps: Sequence[int]) -> bool:
-        """Whether any code writes to the model, or may, if the codes of all requests run one after the other on the same variables."""
+        """Whether any code writes to the model, or may, if the codes of all requests run one after another on the same variables."""
         copy = self._copy()
         for request, (own, length, most) in enumerate(zip(copy, lengths, steps, strict=True)):
             for number in range(len(own)):
@@ -167,17 +168,17 @@ class Recorder:
         return False
 
     def _refused(self, jobs: _Jobs) -> Recorded | None:
-        """Recordings that say why there are none; None if the code can run here."""
+        """Recordings that say why the code cannot run here; None if it can."""
         reason = None if self._code.is_whole else "it uses a value of one of your modules that cannot be sent"
         try:
             if reason is None:
                 self._copy()
-        except Exception as error:  # a variable's own code does not run here
+        except Exception as error:  # the code of one of its variables fails here
             reason = f"its variables cannot be copied here: {type(error).__name__}: {error}"
         return Recorded({key: Recording([], reason) for key in jobs}, jobs, None) if reason is not None else None
 
     def _for_lengths(self, jobs: _Jobs) -> Recorded | None:
-        """Record each program once for all lengths; None if it makes a difference how long the prompts are."""
+        """Record each program once for all lengths; None if the length of the prompts makes a difference."""
         lengths = [length for _, length in jobs]
         if not jobs or min(lengths) == 1 or self._depends_on_length:
             return None
@@ -197,7 +198,6 @@ class Recorder:
         return None
 
     def _for_each(self, jobs: _Jobs) -> Recorded:
-        """Record each program for each length."""
         found, agree = self._twice(jobs, one_copy=True)
         if not agree and len(self.places) == 1:
             found, _ = self._twice(jobs, one_copy=False)
@@ -220,23 +220,23 @@ class Recorder:
         return once, agree
 
     def _run(
-        self, copy: list[list[Program]], place: Place, length: int, steps: int, is_known: bool = False
+        self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int, is_known: bool = False
     ) -> Recording:
         program = copy[place[0]][place[1]]
         return record(program, self._model, length, steps, self._has_arrays, self._converted, is_known)
 
-    def _copy(self) -> list[list[Program]]:
+    def _copy(self) -> list[list[TraceProgram]]:
         held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
         return unship(self._code.programs, self._model.resolve, None, held)
 
-    def _compare(self, copy: list[list[Program]]) -> None:
+    def _compare(self, copy: list[list[TraceProgram]]) -> None:
         """Note whether the recordings have changed the variables of `copy`."""
         if self._are_several:
             fresh, used = fingerprint(self._copy()), fingerprint(copy)
             self.changes_shared = self.changes_shared or fresh is None or fresh != used
 
 
-def _identity(program: Program) -> Hashable:
+def _identity(program: TraceProgram) -> Hashable:
     """Equal for programs that do the same with the same objects."""
     if not isinstance(program, BlockProgram):
         return id(program)
@@ -249,7 +249,7 @@ _weights: WeakKeyDictionary[Weight, torch.Tensor] = WeakKeyDictionary()
 
 
 def _held(weight: Weight) -> torch.Tensor:
-    """A weight's bytes as a tensor, of which copies are made when somebody writes to them."""
+    """A weight's bytes as a tensor, which is copied at the first write."""
     if weight not in _weights:
         _weights[weight] = on_device(weight.data, None)
     return _weights[weight]
@@ -258,7 +258,7 @@ def _held(weight: Weight) -> torch.Tensor:
 def _agree(one: Recording, other: Recording) -> bool:
     if one.reason is not None or other.reason is not None:
         interrupted = [each.reason == "its code raises KeyboardInterrupt" for each in (one, other)]
-        if any(interrupted) and not all(interrupted):  # not by the code itself
+        if any(interrupted) and not all(interrupted):  # the user pressed Ctrl-C
             raise KeyboardInterrupt
         return one.reason == other.reason
     values = [each.outcome.values for each in (one, other)]

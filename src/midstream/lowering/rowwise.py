@@ -1,11 +1,11 @@
-"""Makes programs (`plan.program`) of recorded tensors that are row-wise functions of the value that was read.
+"""Makes programs (`plan.program`) of recorded tensors that are row-wise functions of a site's value.
 
-    for rows, program, inputs in programs_of(write): ...     # raises NotRowwise, with the line and the reason
-    block = Reader(read, line).block(value)          # the same
+    for rows, program, inputs in programs_of(write): ...           # raises NotRowwise, with the line and the reason
+    tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
 
-Each tensor of the recording is followed through the graph: which rows of the value it is about, and where its axis of rows lies
-(`lowering.blocks`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that gives what the recording gives
-for its T tokens, and keeps rows apart, is right for any number of rows. So recordings of any length will do, a single token's, too.
+The reader follows each tensor through the graph: which rows of the site's value it has, and on which axis (`lowering.row_tensors`). The
+rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording on its T tokens, and keeps
+rows apart, is right for any number of rows. So a recording of any length will do, even one of a single token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.blocks import SAME, Block, Blocks, No
-from midstream.lowering.passes import Rows as Choice
+from midstream.lowering.passes import RowChoice
+from midstream.lowering.row_tensors import SAME, NoProgram, RowOperations, RowTensor
 from midstream.plan.building import Builder
 from midstream.plan.program import Program
 from midstream.plan.steps import DType
@@ -33,7 +33,7 @@ _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implic
 
 
 class NotRowwise(Exception):
-    """Why a write is no program, and on which line; 0 if unknown."""
+    """Why a write is not a program, and on which line; 0 if unknown."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(reason)
@@ -44,98 +44,98 @@ class Made(NamedTuple):
     """A program that makes a write.
 
     Attributes:
-        rows: that it is for.
-        inputs: where its further inputs are.
+        rows: the rows that it changes.
+        inputs: the points of its further inputs.
     """
 
-    rows: Choice
+    rows: RowChoice
     program: Program
     inputs: tuple[Point, ...] = ()
 
 
 def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True) -> list[Made]:
-    """The programs that make a write; a later one stands in place of an earlier one at its rows.
+    """The programs that make a write. A later one overrides earlier ones at its rows.
 
     Args:
-        are_together: as of `trace.record.Model`.
+        are_together: as in `trace.record.Model`.
 
     Raises:
-        NotRowwise: it is not row-wise, or uses an operation that programs do not have.
+        NotRowwise: the write is not row-wise, or uses an operation that programs do not have.
     """
     if write.was.part is not None:
         raise NotRowwise(write.line, "it is about one of a layer's two streams")
-    reader = Reader(write.was, write.line)
+    reader = RowwiseReader(write.was, write.line)
     reader.may_use = lambda point: comes_before(point, write.point) and are_together(point, write.point)
     return reader.programs(write.now)
 
 
-class Reader:
-    """Follows what is computed from one value.
+class RowwiseReader:
+    """Follows the values computed from one value.
 
     Args:
         was: the value.
         builder: of earlier programs at its site.
 
     Attributes:
-        line: of the value that was looked at last.
+        line: of the value that was read last.
         may_use: which other points of the same step its programs may read; none at first.
     """
 
     def __init__(self, was: Value, line: int, builder: Builder | None = None) -> None:
         self.builder = builder or Builder(math.prod(was.shape[1:]), str(was.dtype).removeprefix("torch."))
         self._rows = was.shape[0]
-        self._blocks = Blocks(self.builder, self._rows)
-        self.unshaped = self._blocks.unshaped
+        self._operations = RowOperations(self.builder, self._rows)
+        self.unshaped = self._operations.unshaped
         self.line = self._first_line = line
         self.may_use: Callable[[Point], bool] = lambda point: False
         self._step = was.step
-        self._was = self._blocks.reshaped(Block(self.builder.input), was.shape[1:])
+        self._was = self._operations.reshaped(RowTensor(self.builder.input), was.shape[1:])
         self._known: dict[int, Any] = {id(was): self._was}
         self._further: dict[Point, Any] = {}  # the further inputs, in the order in which the builder has made them
 
     def programs(self, now: Value) -> list[Made]:
-        """Those that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
+        """The programs that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
         with self._saying_why():
             return self._programs(now)
 
-    def block(self, value: Value, chain: Chain = ()) -> Block:
-        """A value, or a view of it, as a block. Raises NotRowwise."""
+    def row_tensor(self, value: Value, chain: Chain = ()) -> RowTensor:
+        """A value, or a view of it, as a row tensor. Raises NotRowwise."""
         with self._saying_why():
             found = self._views(self.of(value), chain)[-1]
-            if not isinstance(found, Block):
-                raise No("it is not computed from the model's values")
+            if not isinstance(found, RowTensor):
+                raise NoProgram("it is not computed from the model's values")
             return found
 
     @contextlib.contextmanager
     def _saying_why(self) -> Iterator[None]:
         try:
             yield
-        except (No, PlanError) as error:
+        except (NoProgram, PlanError) as error:
             raise NotRowwise(self.line, str(error)) from None
         except RecursionError:
             raise NotRowwise(self._first_line, "it computes too much") from None
-        except Exception as error:  # the code may do anything to its tensors: what is not foreseen is no program
+        except Exception as error:  # the code may do anything to its tensors; an unforeseen case is not a program
             raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
 
     def _programs(self, now: Value) -> list[Made]:
         whole = self.of(now)
         if isinstance(whole, torch.Tensor):
-            whole = self._blocks.as_block(whole, self._was)
-        is_row = self._blocks.count(whole) == 1  # then axes of size 1 in front may be counted in several ways
+            whole = self._operations.as_row_tensor(whole, self._was)
+        is_row = self._operations.count(whole) == 1  # axes of size 1 before a single row are ambiguous
         if whole.rows or (whole.lead and not is_row):
-            raise No("it is not a value for each token")
-        return [self._made(rows, block) for rows, block in (((), whole), *whole.parts)]
+            raise NoProgram("it is not a value for each token")
+        return [self._made(rows, tensor) for rows, tensor in (((), whole), *whole.parts)]
 
-    def _made(self, rows: Choice, block: Block) -> Made:
-        flat = self._blocks.reshaped(block, (self.builder.width,))
-        result = self._blocks.cast(flat, getattr(torch, self.builder.dtype)).result
+    def _made(self, rows: RowChoice, tensor: RowTensor) -> Made:
+        flat = self._operations.reshaped(tensor, (self.builder.width,))
+        result = self._operations.cast(flat, getattr(torch, self.builder.dtype)).result
         points = list(self._further)
         return Made(rows, self.builder.program(result), tuple(points[i] for i in self.builder.inputs_of(result)))
 
     # Values.
 
     def of(self, given: Any) -> Any:
-        """A `Block`, a tensor of the code's own, or a plain argument. Raises No."""
+        """A `RowTensor`, one of the code's own tensors, or a plain argument. Raises NoProgram."""
         if isinstance(given, (tuple, list)):
             return tuple(map(self.of, given))
         if isinstance(given, torch.dtype):
@@ -148,92 +148,93 @@ class Reader:
 
     def _read(self, value: Value) -> Any:
         if value.kind == "const":
-            return value.what
+            return value.target
         if value.kind == "read" and self._may_use(value):
             return self._input(value)
         if value.kind in ("read", "module"):
             self.line = value.line or self.line
-            used = f"calls {value.what}" if value.kind == "module" else f"uses {_name_of(value.what)}, too"
-            raise No(f"it {used}")
+            used = f"calls {value.target}" if value.kind == "module" else f"uses {_name_of(value.target)}, too"
+            raise NoProgram(f"it {used}")
         args = tuple(map(self.of, value.args))
         kwargs = {name: self.of(each) for name, each in value.kwargs.items() if name not in _IGNORED}
-        self.line = self._blocks.line = value.line or self.line
+        self.line = self._operations.line = value.line or self.line
         if value.kind == "put":
-            return self._put(args[0], args[1], value.what)
+            return self._put(args[0], args[1], value.target)
         return self._call(value, args, kwargs)
 
     def _may_use(self, read: Value) -> bool:
-        """Whether another site's value can be an input: it is the value of each token, of the same step."""
-        is_site = isinstance(read.what, tuple) and read.what[0] in LAYER_SITES and read.part is None
+        """Whether another site's value can be an input: it has a value for each token of the same step."""
+        is_site = isinstance(read.target, tuple) and read.target[0] in LAYER_SITES and read.part is None
         fits = (
             read.step == self._step
             and read.shape[:1] == (self._rows,)
             and str(read.dtype) == f"torch.{self.builder.dtype}"
         )
-        return is_site and fits and self.may_use(read.what)
+        return is_site and fits and self.may_use(read.target)
 
-    def _input(self, read: Value) -> Block:
-        if read.what not in self._further:
-            self._further[read.what] = self.builder.further(math.prod(read.shape[1:]))
-        return self._blocks.reshaped(Block(self._further[read.what]), read.shape[1:])
+    def _input(self, read: Value) -> RowTensor:
+        if read.target not in self._further:
+            self._further[read.target] = self.builder.further(math.prod(read.shape[1:]))
+        return self._operations.reshaped(RowTensor(self._further[read.target]), read.shape[1:])
 
     def _call(self, value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        packet, _, which = str(value.what).removeprefix("aten.").partition(".")
-        changes = any(each.alias_info is not None and each.alias_info.is_write for each in value.what._schema.arguments)
+        packet, _, which = str(value.target).removeprefix("aten.").partition(".")
+        changes = any(
+            each.alias_info is not None and each.alias_info.is_write for each in value.target._schema.arguments
+        )
         if changes and value.out != 0:
-            raise No(f"{packet} writes to out=")
+            raise NoProgram(f"{packet} writes to out=")
         packet = packet.removesuffix("_") if changes else packet
-        blocks = list(objects_in((args, tuple(kwargs.values())), Block))
-        if not blocks or (changes and not isinstance(args[0], Block)):
-            raise No("it uses a tensor of its own that it has filled with values of the model")
-        if any(block.parts for block in blocks):
+        tensors = list(objects_in((args, tuple(kwargs.values())), RowTensor))
+        if not tensors or (changes and not isinstance(args[0], RowTensor)):
+            raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
+        if any(tensor.parts for tensor in tensors):
             return self._again(packet, args)
-        found = self._blocks.said(packet, which, args, kwargs, None if changes else value.out)  # type: ignore[arg-type]
-        return self._blocks.cast(found, args[0].result.dtype) if changes and isinstance(found, Block) else found
+        found = self._operations.result_of(packet, which, args, kwargs, None if changes else value.out)  # type: ignore[arg-type]
+        return self._operations.cast(found, args[0].result.dtype) if changes and isinstance(found, RowTensor) else found
 
-    def _again(self, packet: str, args: tuple[Any, ...]) -> Block:
+    def _again(self, packet: str, args: tuple[Any, ...]) -> RowTensor:
         """A value some of whose rows have been replaced, or the rows that were replaced last."""
-        block = args[0]
+        tensor = args[0]
         if packet in SAME:
-            return block  # type: ignore[no-any-return]
-        if packet in ("select", "slice") and isinstance(block, Block) and block.parts:
-            found = self._blocks.said(packet, "", (replace(block, parts=()), *args[1:]), {}, None)
-            if found.result is block.result and found.rows == block.rows:
-                return block
-            for rows, part in reversed(block.parts):
+            return tensor  # type: ignore[no-any-return]
+        if packet in ("select", "slice") and isinstance(tensor, RowTensor) and tensor.parts:
+            found = self._operations.result_of(packet, "", (replace(tensor, parts=()), *args[1:]), {}, None)
+            if found.result is tensor.result and found.rows == tensor.rows:
+                return tensor
+            for rows, part in reversed(tensor.parts):
                 if rows == found.rows:
                     return part
                 if not _are_apart(rows, found.rows):
                     break
             else:
                 return found  # type: ignore[no-any-return]
-        raise No("it uses rows again after it has replaced some of them")
+        raise NoProgram("it uses rows again after it has replaced some of them")
 
-    def _put(self, whole: Any, new: Any, chain: Sequence[Any]) -> Block:
-        """A block with other numbers in a view of it."""
-        if not isinstance(whole, Block) or not isinstance(new, Block):
-            raise No("it uses a tensor of its own that it has filled with values of the model")
+    def _put(self, whole: Any, new: Any, chain: Sequence[Any]) -> RowTensor:
+        """A tensor with other numbers in a view of it."""
+        if not isinstance(whole, RowTensor) or not isinstance(new, RowTensor):
+            raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
         base = replace(whole, parts=())
         views = self._views(base, chain)
         rows = views[-1].rows
         if whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views))):
-            raise No("it changes a part of rows after it has replaced some of them")
-        for (what, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
+            raise NoProgram("it changes a part of rows after it has replaced some of them")
+        for (op, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
             if new.rows != rows:
-                raise No("it writes numbers of other tokens")
+                raise NoProgram("it writes numbers of other tokens")
             if seen.rows == view.rows:
-                new = replace(self._blocks.back(str(what), args, view, new), rows=rows)
+                new = replace(self._operations.back(str(op), args, view, new), rows=rows)
         if rows == base.rows:
             return replace(new, lead=base.lead)
         new = replace(new, lead=-1 if isinstance(rows[-1], int) else 0)
         return replace(whole, parts=(*(part for part in whole.parts if part[0] != rows), (rows, new)))
 
     def _views(self, base: Any, chain: Sequence[Any]) -> list[Any]:
-        """A block and, one after the other, views of it."""
         views = [base]
-        for what, args, kwargs, out in chain:
-            packet, _, which = str(what).removeprefix("aten.").partition(".")
-            views.append(self._blocks.said(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
+        for op, args, kwargs, out in chain:
+            packet, _, which = str(op).removeprefix("aten.").partition(".")
+            views.append(self._operations.result_of(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
         return views
 
 
@@ -241,16 +242,16 @@ def _name_of(point: Any) -> str:
     return f"{point[0]} of layer {point[1]}" if isinstance(point, tuple) else str(point)
 
 
-def _are_apart(one: Choice, other: Choice) -> bool:
-    """Whether these are known to be different rows, whatever the prompt's length."""
+def _are_apart(one: RowChoice, other: RowChoice) -> bool:
+    """Whether these are different rows for every prompt length."""
     first, second = _listed(one), _listed(other)
     if first is None or second is None:
         return False
     return len({place < 0 for place in first | second}) == 1 and not first & second
 
 
-def _listed(rows: Choice) -> set[int] | None:
-    """The places that a choice names; None if it depends on the prompt's length."""
+def _listed(rows: RowChoice) -> set[int] | None:
+    """The rows that a choice names; None if they depend on the prompt's length."""
     if len(rows) != 1:
         return None
     match rows[0]:

@@ -1,7 +1,7 @@
-"""Where the code of a trace runs, found by recording it (`trace.record`).
+"""Decides where the code of a trace runs, by recording it (`trace.record`).
 
-A trace that writes nothing but what a plan can make need not stop the forward: the plan makes the writes, and the code, if it does more,
-runs when the step is over, on captured rows. In doubt it runs in the forward.
+If a plan can make all writes of a trace, the forward need not stop: the plan makes the writes, and the code, if it does more, runs on
+captured rows after the step. Otherwise, and in doubt, the code runs in the forward.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.kept import Ending, KeptTrace, Reads
-from midstream.lowering.passes import Rows, changes, rows_of
+from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows
+from midstream.lowering.passes import RowChoice, changes, rows_of
 from midstream.lowering.recordings import Recorded, Recorder
 from midstream.lowering.rowwise import NotRowwise, programs_of
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
-from midstream.plan.program import Program as RowProgram
+from midstream.plan.program import Program
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
+from midstream.trace.code import TraceProgram
 from midstream.trace.graph import StepGraph, Write, repeats
-from midstream.trace.program import Outcome, Program, ShippedCode, ship
+from midstream.trace.outcome import Outcome
 from midstream.trace.record import Model, Recording
+from midstream.trace.shipping import ShippedCode, ship
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
-_MOST_NAMED = 1 << 10  # generated tokens that a write names, if it is not made at all of them
+_MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it changes all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
-_KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are remembered, and the bytes of one at most
+_KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
-# The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
+# The positions to capture: at a point that is read in the prompt's step alone, and at others.
 _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
 _WHOLE = (("all_prompt",), ("all",))
 
 
 @dataclass(frozen=True)
 class Note:
-    """What becomes of one line: `"edit"`, `"read"` or `"forward"`, and why."""
+    """The fate of one line: `"edit"`, `"read"` or `"forward"`, and why."""
 
     line: int
     kind: str
@@ -53,85 +55,87 @@ class Note:
 
 @dataclass
 class Lowered:
-    """What the code of one request does.
+    """The findings about the code of one request.
 
     Attributes:
         tier: where it can run.
-        edits: its writes, as a plan makes them.
-        reads: the points that it reads or writes, and whether in the prompt's step alone.
-        kept: what it keeps, if it can run in the caller's process.
+        edits: its writes as a plan's edits.
+        reads: the points that it reads or writes, and whether it does so in the prompt's step alone.
+        saved_rows: the rows of its saved values, if it can run in the caller's process.
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
         recordings: of its programs, its own last.
         again: records its own program with another number of steps.
-        traces: of its own program, by how many of the prompt's rows are captured.
+        traces: of its own program, by the number of captured rows of the prompt.
     """
 
     tier: Tier = Tier.FORWARD
     edits: tuple[Edit, ...] = ()
     reads: dict[Point, bool] = field(default_factory=dict)
-    kept: Reads | None = None
+    saved_rows: SavedRows | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
     recordings: Sequence[Recording] = field(default=(), repr=False)
     again: Callable[[int], Recording] | None = None
-    traces: dict[int, KeptTrace] = field(default_factory=dict, repr=False)
+    traces: dict[int, ClientTrace] = field(default_factory=dict, repr=False)
 
     @property
     def keeps_to_graphs(self) -> bool:
-        """Whether its code is known to use no sites but those that traces can use in the compiled forward."""
+        """Whether its code is known to use only sites that traces can use in the compiled forward."""
         known = all(recording.reason is None and not recording.watched for recording in self.recordings)
         return known and all(site in _IN_GRAPHS for site, _ in self.reads)
 
     @property
     def reads_nothing(self) -> bool:
-        """Whether it needs no values of the forward. It may keep others, which its code gives while it runs."""
-        return self.tier is Tier.PLAN or (self.tier is Tier.CLIENT and self.kept is not None and not self.kept.programs)
+        """Whether it needs no values of the forward."""
+        return self.tier is Tier.PLAN or (
+            self.tier is Tier.CLIENT and self.saved_rows is not None and not self.saved_rows.programs
+        )
 
     def outcome(self, steps: int) -> Outcome:
-        """The outcome of its own program in a request that has had so many steps, for `Tier.PLAN`."""
+        """The outcome of its own program in a request with so many steps, for `Tier.PLAN`."""
         recording = self.recordings[-1]
         if self.again is not None and steps < len(recording.steps):
             recording = self.again(steps)
         return replace(recording.outcome, values=copy.deepcopy(recording.outcome.values))
 
     def ending(self, tier: Tier, length: int) -> Ending | None:
-        """What makes the outcome of a request whose trace needs no code in the engine; None if it does. `length`: of the prompt."""
+        """Makes the outcome of a request whose trace needs no code in the engine; None if it does. `length`: of the prompt."""
         if tier is Tier.PLAN:
             return lambda _, steps: self.outcome(steps)
-        return self.kept_trace(length).ending if tier is Tier.CLIENT else None
+        return self.client_trace(length).ending if tier is Tier.CLIENT else None
 
-    def kept_trace(self, length: int) -> KeptTrace:
-        """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
-        assert self.again is not None and self.kept is not None
-        prompt = 1 if self.kept.last else length
+    def client_trace(self, length: int) -> ClientTrace:
+        """Puts the captured rows into its saved values, for `Tier.CLIENT`. `length`: of the prompt."""
+        assert self.again is not None and self.saved_rows is not None
+        prompt = 1 if self.saved_rows.last else length
         if prompt not in self.traces:
-            self.traces[prompt] = KeptTrace(self.recordings[-1], self.again, self.kept, prompt)
+            self.traces[prompt] = ClientTrace(self.recordings[-1], self.again, self.saved_rows, prompt)
         return self.traces[prompt]
 
     def plan_for(self, tier: Tier) -> Plan:
-        """The edits, and captures of the rows that the code needs. Its own writes go to its copies of them."""
+        """The edits, and captures of the rows that the code needs. The code's own writes change its copies of the rows."""
         if tier is Tier.FORWARD:
             return Plan()
         if tier is Tier.PLAN:
             return Plan(self.edits)
-        if tier is Tier.CLIENT and self.kept is not None:
-            of_prompt, of_all = _LAST if self.kept.last else _WHOLE
-            return Plan((*self.edits, *self._captures(of_prompt, of_all, self.kept.programs)))
+        if tier is Tier.CLIENT and self.saved_rows is not None:
+            of_prompt, of_all = _LAST if self.saved_rows.last else _WHOLE
+            return Plan((*self.edits, *self._captures(of_prompt, of_all, self.saved_rows.programs)))
         rows = dict.fromkeys(self.reads)
         return Plan((*self.edits, *self._captures(*_WHOLE, rows)))
 
     def _captures(
-        self, of_prompt: Sequence[str], of_all: Sequence[str], programs: Mapping[Point, RowProgram | None]
+        self, of_prompt: Sequence[str], of_all: Sequence[str], programs: Mapping[Point, Program | None]
     ) -> Iterator[Capture]:
-        """Captures of what it reads.
+        """Captures of the points that it reads.
 
         Args:
             of_prompt: the positions for a point that it reads only in the prompt's step.
             of_all: those for other points.
-            programs: point -> what computes what is kept there; None for the rows themselves.
+            programs: point -> the program whose results are captured there; None for the rows themselves.
         """
-        groups: dict[tuple[str, bool, RowProgram | None], list[int]] = {}
+        groups: dict[tuple[str, bool, Program | None], list[int]] = {}
         for (site, layer), program in sorted(programs.items(), key=itemgetter(0)):
             groups.setdefault((site, self.reads[site, layer], program), []).append(layer)
         for (site, in_prompt, program), layers in groups.items():
@@ -145,9 +149,9 @@ class Lowering:
 
     Attributes:
         tier: of all of them, since they share variables.
-        plans: of each request; empty ones in the forward.
-        keeps_to_graphs: as of `Lowered`, for each request.
-        each: what each request does; empty for the requests of a client elsewhere.
+        plans: of each request; empty in the forward.
+        keeps_to_graphs: as in `Lowered`, for each request.
+        each: the findings about each request; empty for the requests of a remote client.
     """
 
     tier: Tier
@@ -165,10 +169,11 @@ class Lowering:
         return Lowering.of(Tier.BEHIND, self.each) if self.tier is Tier.CLIENT else self
 
     def stands_beside(self, plans: Sequence[Plan], num_layers: int) -> bool:
-        """Whether each request may have both plans: the other one captures nothing, and edits no point that the trace reads or writes.
+        """Whether each request may have both plans: the other one captures nothing, and edits only points that the trace neither reads nor
+        writes.
 
-        A trace acts after the edits of a plan beside it, and one plan would make them in an order of its own. Raises PlanError for a
-        layer outside of the model.
+        A trace acts after the edits of the other plan, and a joint plan would order them differently. Raises PlanError for a layer outside
+        of the model.
         """
         for own, other in zip(self.plans, plans, strict=True):
             if other.captures or _points(own, num_layers) & _points(Plan(other.edits), num_layers):
@@ -182,10 +187,10 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return own.union(*(item.further for item in items))
 
 
-def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
-    """What becomes of a program, line by line, as text. The prompt is taken to have 512 tokens, and the request eight steps.
+def explained(program: TraceProgram, model: Model, is_streamed: bool = False) -> str:
+    """The fate of a program line by line, as text. It assumes a prompt of 512 tokens and eight steps.
 
-    `is_streamed`: whether its values are followed while the request runs.
+    `is_streamed`: whether the caller reads values while the request runs.
     """
     length, steps = _EXPLAINED
     programs = [[program]]
@@ -205,7 +210,7 @@ def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
 
 
 def lower_trace(
-    programs: Sequence[Sequence[Program]],
+    programs: Sequence[Sequence[TraceProgram]],
     code: ShippedCode,
     model: Model,
     lengths: Sequence[int],
@@ -216,7 +221,7 @@ def lower_trace(
     Args:
         programs: of each request, which `code` has in the form to send.
         lengths: of the requests' prompts, in tokens.
-        steps: how many each request has at most.
+        steps: the most steps of each request.
     """
     found = lowered_requests(programs, code, model, lengths, steps)
     tiers = {one.tier for one in found}
@@ -228,15 +233,15 @@ def lower_trace(
 
 
 def lowered_requests(
-    programs: Sequence[Sequence[Program]],
+    programs: Sequence[Sequence[TraceProgram]],
     code: ShippedCode,
     model: Model,
     lengths: Sequence[int],
     steps: Sequence[int],
 ) -> list[Lowered]:
-    """What the code of each request does. Arguments are as of `lower_trace`.
+    """The findings about the code of each request. Arguments as in `lower_trace`.
 
-    Code that has been recorded with equal variables is not recorded again.
+    Code that was recorded with equal variables is not recorded again.
     """
     state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
     key = code.programs, tuple(code.weights), tuple(code.bodies), state
@@ -250,18 +255,16 @@ def lowered_requests(
 
 
 class _Code:
-    """The code of a call's requests, and what has been found of it."""
-
-    def __init__(self, programs: Sequence[Sequence[Program]], code: ShippedCode, model: Model) -> None:
+    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
         self._model, self._recorder = model, Recorder(programs, code, model)
         self._standing = [[program.is_standing for program in own] for own in programs]
 
     def lowered(self, lengths: Sequence[int], steps: Sequence[int]) -> list[Lowered]:
-        """What each request does."""
+        """The findings about each request."""
         recorded = self._recorder.recorded(lengths, steps)
         found = [self._request(recorded, i, length, steps[i]) for i, length in enumerate(lengths)]
         if self._recorder.changes_shared:
-            return _kept_apart(found, self._recorder.writes_in_turn(lengths, steps))
+            return _side_by_side(found, self._recorder.writes_in_turn(lengths, steps))
         return found
 
     def _request(self, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
@@ -282,14 +285,13 @@ class _Code:
         return recorded.lowered[key]
 
 
-def _no_traces(_: Recording) -> dict[int, KeptTrace]:
+def _no_traces(_: Recording) -> dict[int, ClientTrace]:
     """What `Lowered.traces` is at first. All requests of a recording have the same one."""
     return {}
 
 
-def _kept_apart(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
-    """The same for codes that share variables, and change them: what they do is not known from recordings one by one. They run side by
-    side."""
+def _side_by_side(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
+    """The findings for codes that share variables and change them. Separate recordings miss that, so these run side by side."""
     reason = "it changes a variable that other requests of the call use, too"
     apart = []
     for one in found:
@@ -307,8 +309,8 @@ def _kept_apart(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
 def _lowered(
     recorded: Recorded, recording: Recording, model: Model, length: int, steps: int, is_standing: bool
 ) -> Lowered:
-    graphs = recording.steps[: min(steps, recording.varied)]  # the later ones repeat the last of these
-    goes_on = len(recording.steps) < steps and not recording.outcome.stopped  # the request, without the code
+    graphs = recording.steps[: min(steps, recording.varied)]  # later ones repeat the last of these
+    goes_on = len(recording.steps) < steps and not recording.outcome.stopped  # the request continues without the code
     notes = _reads_noted(recording)
     made = Lowered(notes=notes, recordings=[recording])
     for step, graph in enumerate(recording.steps):
@@ -319,23 +321,23 @@ def _lowered(
         _refuse(recording, made.reads, model)
         made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model))
         if recording.needs_body and not is_standing:
-            made.kept = recorded.once(Reads.found, recording, model.dtype)
+            made.saved_rows = recorded.once(SavedRows.found, recording, model.dtype)
         made.tier = _tier_of(made, recording, model, length)
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
     if made.tier is not Tier.BEHIND:
-        kept = made.kept.programs if made.tier is Tier.CLIENT and made.kept is not None else {}
-        notes = [*_reads_noted(recording, kept), *(note for note in notes if note.kind == "edit")]
+        saved_rows = made.saved_rows.programs if made.tier is Tier.CLIENT and made.saved_rows is not None else {}
+        notes = [*_reads_noted(recording, saved_rows), *(note for note in notes if note.kind == "edit")]
     made.notes = sorted(notes, key=lambda note: note.line)
     return made
 
 
 def _tier_of(made: Lowered, recording: Recording, model: Model, length: int) -> Tier:
-    """Where code whose writes are edits runs. Raises _Stays if it needs what no capture has."""
+    """Where code runs whose writes are edits. Raises _Stays if it needs values that captures lack."""
     if not recording.needs_body:
         return Tier.PLAN
-    if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
+    if made.saved_rows is not None and made.saved_rows.fits(length) and _needs_no_code(made, made.saved_rows, model):
         return Tier.CLIENT
     values = (value for graph in recording.steps for value in graph.values)
     for value in values:
@@ -353,7 +355,7 @@ class _Stays(Exception):
 
 
 def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> None:
-    """Raise _Stays for code whose writes are not known before its steps, or that reads where the engine captures nothing."""
+    """Raise _Stays for code whose writes are unknown before its steps, or that reads where the engine captures nothing."""
     if recording.reason is not None:
         raise _Stays(recording.line, recording.reason)
     free = ", ".join(sorted(model.sites)) or "none"
@@ -366,7 +368,7 @@ def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> 
 
 
 def _reads_noted(recording: Recording, points: Container[Point] | None = None) -> list[Note]:
-    """Notes about what it reads; if `points` are given, about those alone."""
+    """Notes about the points that it reads; about `points` alone if given."""
     lines: dict[tuple[int, str], list[int]] = {}
     for graph in recording.steps:
         for (site, layer), line in (*graph.reads.items(), *recording.watched.items()):
@@ -397,8 +399,8 @@ def _edits(
     """The writes as edits. Raises _Stays for a write that no edit can make.
 
     Args:
-        count: how many steps there may be; the last of `steps` stands for those that are not there.
-        goes_on: whether there are further steps, which write nothing.
+        count: how many steps there may be; the last of `steps` repeats up to that number.
+        goes_on: whether further steps follow, which write nothing.
     """
 
     def edits(graph: StepGraph, tokens: int, phase: str) -> list[Edit]:
@@ -415,7 +417,7 @@ def _edits(
         if edit.is_of_generated:
             yield edit
             continue
-        alike = next((other for other in first if other == _in_prompt(edit)), None)
+        alike = next((other for other in first if other == changed(edit, phase="prefill")), None)
         if alike is not None:
             first.remove(alike)
             yield changed(edit, phase="both")
@@ -425,7 +427,9 @@ def _edits(
 
 
 def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
-    """Edits of generated tokens, given those of each: without positions where a point has the same in all. `line`: of the first write."""
+    """The edits of generated tokens from those of each step: without positions where all steps have the same. `line`: of the first
+    write.
+    """
     of_point: dict[Point, dict[tuple[Edit, ...], list[int]]] = {}
     for step, edits in enumerate(later):
         here: dict[Point, list[Edit]] = {}
@@ -443,12 +447,8 @@ def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
                 yield from (changed(edit, positions=tuple(places)) for edit in edits_there)
 
 
-def _in_prompt(edit: Edit) -> Edit:
-    return changed(edit, phase="prefill")
-
-
 def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, model: Model) -> list[Edit]:
-    """The edits that make a write: of kinds that say it, else programs. Raises _Stays if there are none."""
+    """The edits that make a write: of the kinds that can, else programs. Raises _Stays if there are none."""
     found = recorded.once(changes, write)
     edits = _placed([(*each, ()) for each in found], write, length, phase) if found is not None else None
     if edits is None:
@@ -467,26 +467,26 @@ def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded
 
 
 def _placed(
-    found: Sequence[tuple[Rows, RowChange | RowProgram, tuple[Point, ...]]], write: Write, length: int, phase: str
+    found: Sequence[tuple[RowChoice, RowChange | Program, tuple[Point, ...]]], write: Write, length: int, phase: str
 ) -> list[Edit] | None:
-    """Edits for the rows that each entry is for; None if no kind of edit says one. A later entry stands in place of an earlier one."""
-    rows: dict[int, int] = {}  # row -> the entry that counts there
+    """Edits for the rows of each entry; None if no kind of edit can make one. Later entries override earlier ones."""
+    rows: dict[int, int] = {}  # row -> the last entry for it
     try:
         for place, (chosen, *_) in enumerate(found):
             rows |= dict.fromkeys(rows_of(chosen, length), place)
     except IndexError:
         raise _Stays(write.line, "it is about a row that the prompt does not have") from None
     edits: list[Edit] = []
-    for place, (chosen, what, inputs) in enumerate(found):
+    for place, (chosen, change, inputs) in enumerate(found):
         mine = [row for row in rows_of(chosen, length) if rows[row] == place]
-        if not mine or (isinstance(what, RowChange) and what.is_nothing):
+        if not mine or (isinstance(change, RowChange) and change.is_nothing):
             continue
         places: list[dict[str, Any]] = [{"phase": phase}] if len(mine) == length else []
         places += [{"positions": tuple(mine)}] if phase == "prefill" else []
-        if isinstance(what, RowChange):
-            made = _said(_for_rows(what, rows_of(chosen, length), mine, phase), places, write)
+        if isinstance(change, RowChange):
+            made = _said(_for_rows(change, rows_of(chosen, length), mine, phase), places, write)
         else:
-            made = [Apply(write.point[0], layers=write.point[1], program=what, inputs=inputs, **places[0])]
+            made = [Apply(write.point[0], layers=write.point[1], program=change, inputs=inputs, **places[0])]
         if not made:
             return None
         edits += made
@@ -494,7 +494,7 @@ def _placed(
 
 
 def _for_rows(change: RowChange, chosen: list[int], mine: list[int], phase: str) -> RowChange:
-    """The change with the numbers of these rows, if each has its own."""
+    """The change with the numbers of these rows, if each row has its own."""
     if change.constant is None or change.constant.ndim == 1:
         return change
     constant = change.constant[[chosen.index(row) for row in mine]]
@@ -502,9 +502,9 @@ def _for_rows(change: RowChange, chosen: list[int], mine: list[int], phase: str)
 
 
 def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) -> Sequence[Edit]:
-    """The edits that the registered kinds find for a change; none if no kind does."""
+    """The edits that the registered kinds find for a change; empty if none finds any."""
     if write.was.part is not None and (change.scale != 1 or change.outers):
-        return ()  # of a part of the site's value, only what is added is known to be added to the whole
+        return ()  # with one stream of two, only an added constant is also added to the site's value
     for where in places:
         for kind in kinds().values():
             try:
@@ -515,28 +515,27 @@ def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) 
     return ()
 
 
-def _is_too_large(program: RowProgram, holds_weights: bool) -> bool:
-    """Whether requests would have to carry too many numbers. Those that the engine holds are sent once."""
+def _is_too_large(program: Program, holds_weights: bool) -> bool:
+    """Whether requests would have to carry too many numbers. Numbers that the engine holds are sent once."""
     carried = program.held[0] if holds_weights else program
     return carried.nbytes > _MOST_CONSTANTS
 
 
-def _needs_no_code(found: Lowered, kept: Reads, model: Model) -> bool:
-    """Whether captures of what code keeps are better than running it behind the step.
+def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
+    """Whether captures are better than running the code after the step.
 
-    They are not for whole values of the prompt's step alone: the code runs once, and the engine sends what it saves faster.
+    They are not for complete values of the prompt's step alone: the code runs once, and the engine sends saved values faster.
     """
-    programs = [program for program in kept.programs.values() if program is not None]
-    if not kept.programs:
+    programs = [program for program in saved_rows.programs.values() if program is not None]
+    if not saved_rows.programs:
         return True
     if any(_is_too_large(program, model.holds_weights) for program in programs):
         return False
-    only_prompt = all(found.reads[point] for point in kept.programs)
-    return bool(programs) or kept.last or not only_prompt
+    only_prompt = all(found.reads[point] for point in saved_rows.programs)
+    return bool(programs) or saved_rows.last or not only_prompt
 
 
 def _together(each: Sequence[Lowered]) -> Lowered:
-    """What the programs of one request do together."""
     notes = [note for one in each for note in one.notes]
     recordings = [recording for one in each for recording in one.recordings]
     if reason := next((one.reason for one in each if one.tier is Tier.FORWARD), None):
@@ -547,7 +546,9 @@ def _together(each: Sequence[Lowered]) -> Lowered:
     if len(set(written)) < len(written):
         return Lowered(notes=notes, reason="two of its bodies write to one site", recordings=recordings)
     if any(point in written for one in each for edit in one.edits for point in edit.further):
-        return Lowered(notes=notes, reason="one of its bodies may use what another writes", recordings=recordings)
+        return Lowered(
+            notes=notes, reason="one of its bodies may use a value that another writes", recordings=recordings
+        )
     reads: dict[Point, bool] = {}
     for one in each:
         for point, in_prompt in one.reads.items():

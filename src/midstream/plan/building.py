@@ -1,4 +1,4 @@
-"""Makes programs step by step, from operations on results whose shapes are known."""
+"""Builds programs step by step, and infers the shape of each result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROWS = 1009  # any number
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
-    """A step's result."""
+class StepResult:
+    """A step's result and its reference."""
 
     ref: Ref
     shaped: Shaped
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Without the first axis, that of the rows."""
+        """The sizes without the first axis, which is that of the rows."""
         return tuple(self.shaped.meta.shape[1:])
 
     @property
@@ -40,10 +40,10 @@ class Result:
 
 
 class Builder:
-    """The steps so far. Equal steps are made once.
+    """The steps so far. Equal steps are added once.
 
     Args:
-        width, dtype: as of `Program`.
+        width, dtype: as in `Program`.
     """
 
     def __init__(self, width: int, dtype: str) -> None:
@@ -53,24 +53,26 @@ class Builder:
         self._results: list[Any] = []
         self._known: dict[str, int] = {}
         self._constants: dict[Constant, int] = {}
-        self._inputs = [Result(INPUT, self._checker.input(width, dtype))]
+        self._inputs = [StepResult(INPUT, self._checker.input(width, dtype))]
 
     @property
-    def input(self) -> Result:
+    def input(self) -> StepResult:
         """The value that the program is about."""
         return self._inputs[0]
 
-    def further(self, width: int) -> Result:
-        """One more input, of another site."""
+    def further(self, width: int) -> StepResult:
+        """One more input, another site's value."""
         ref = Ref(-1 - len(self._inputs))
-        self._inputs.append(Result(ref, self._checker.input(width, self.dtype)))
+        self._inputs.append(StepResult(ref, self._checker.input(width, self.dtype)))
         return self._inputs[-1]
 
-    def add(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None) -> Result:
-        """The result of an operation; of several, number `out`.
+    def add(
+        self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
+    ) -> StepResult:
+        """The result of an operation; result number `out` if it has several.
 
         Args:
-            args, kwargs: as of a step, with results in place of references, and tensors in place of constants.
+            args, kwargs: as in a step, with results in place of references, and tensors in place of constants.
 
         Raises:
             PlanError: the operation is not in the table, mixes rows, or does not take these arguments.
@@ -88,11 +90,11 @@ class Builder:
         number = self._known[key]
         found = self._results[number]
         if isinstance(found, tuple):
-            return Result(Ref(number, out or 0), found[out or 0])
-        return Result(Ref(number), found)
+            return StepResult(Ref(number, out or 0), found[out or 0])
+        return StepResult(Ref(number), found)
 
     def _argument(self, given: Any) -> Any:
-        if isinstance(given, Result):
+        if isinstance(given, StepResult):
             return given.ref
         if isinstance(given, torch.Tensor):
             constant = Constant.of(given)
@@ -107,14 +109,14 @@ class Builder:
             return self._checker.constant(list(self._constants)[arg.place])
         return tuple(map(self._shaped, arg)) if isinstance(arg, tuple) else arg
 
-    def program(self, *results: Result, keeps: bool = False) -> Program:
+    def program(self, *results: StepResult, keeps: bool = False) -> Program:
         """The program with this result, and the steps and further inputs that it needs.
 
         Args:
             keeps: whether it is for a capture, and may have several results.
 
         Raises:
-            PlanError: it is too large, or of another shape.
+            PlanError: it is too large, or has another shape.
         """
         needed, inputs = self._needed(results)
         numbers = {old: new for new, old in enumerate(sorted(needed))}
@@ -138,12 +140,12 @@ class Builder:
         held, widths = tuple(own[place] for place in constants), tuple(self._inputs[-1 - at].shape[0] for at in inputs)
         return Program(self.width, self.dtype, tuple(steps), result, held, widths)
 
-    def inputs_of(self, result: Result) -> list[int]:
-        """Which further inputs `program(result)` has, by the order in which they were made."""
+    def inputs_of(self, result: StepResult) -> list[int]:
+        """The further inputs of `program(result)`, numbered in the order in which they were made."""
         return [-2 - at for at in self._needed([result])[1]]
 
-    def _needed(self, results: Sequence[Result]) -> tuple[set[int], list[int]]:
-        """The steps that results are computed with; and the further inputs, as in `Ref.step`."""
+    def _needed(self, results: Sequence[StepResult]) -> tuple[set[int], list[int]]:
+        """The steps that the results depend on, and the further inputs, numbered as in `Ref.step`."""
         needed: set[int] = set()
         rest = [result.ref for result in results]
         while rest:

@@ -1,4 +1,4 @@
-"""Captures: which rows of a site to keep, where they go, and how a captured row is laid out."""
+"""Captures: which rows of a site to keep, their destination, and the layout of a captured row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple o
 class Consumer:
     """An installed consumer of captured rows, by the name of its entry point in the group `midstream.consumers`.
 
-    It receives `options` when it is made: strings, numbers, booleans, None, and lists and dicts of them.
+    Its constructor receives `options`: strings, numbers, booleans, None, and lists and dicts of them.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Capture(Intervention):
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
         layers: `"all"`, a layer or a sequence of layers, counted from 0.
-        positions: `"last_prompt"`, `"all_prompt"`, `"all_generated"`, `"all"`, positions of the prompt (one or several; negatives
-            count from its end), a `Span` or a `midstream.plan.selections.Selector`. The last generated token is never fed back into the
-            model, so it has no row.
+        positions: `"last_prompt"`, `"all_prompt"`, `"all_generated"`, `"all"`, positions of the prompt (one or several; negatives count
+            from its end), a `Span` or a `midstream.plan.selections.Selector`. The last generated token is never fed back into the model, so
+            it has no row.
         when: `"before"` or `"after"` the edits of the same site.
-        to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called
-            with them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
-        dtype: None gives rows in the model's dtype. `"float32"`, `"float16"`, `"bfloat16"` or `"float64"`, also as a `torch.dtype`, gives
-            them in that one, wherever they go. Captures of the same rows that go to the same place have the same dtype.
-        program: computes on the engine what is kept of each row in place of the row: a `midstream.plan.program.Program` of the site's
-            width whose result is a tuple. `plan.running.unpacked` takes the results apart. Only for `to=None`.
+        to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called with
+            them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
+        dtype: None gives rows in the model's dtype. `"float32"`, `"float16"`, `"bfloat16"` or `"float64"`, also as a `torch.dtype`,
+            converts them, for every destination. Captures of the same rows with the same destination need the same dtype.
+        program: computes on the engine, from each row, the values to keep in place of the row: a `midstream.plan.program.Program` of the
+            site's width whose result is a tuple. `plan.running.unpacked` separates the results. Only for `to=None`.
 
     Raises:
         PlanError: a field is not as above.
@@ -91,9 +91,9 @@ class Capture(Intervention):
                     "Capture.program", fields.shown(self.program), "a Program of one input, with a tuple of results"
                 )
             if sinks != (None,):
-                raise fields.refuse("Capture.to", fields.shown(self.to), "None beside a program")
+                raise fields.refuse("Capture.to", fields.shown(self.to), "None with a program")
             if self.dtype is not None:
-                raise fields.refuse("Capture.dtype", fields.shown(self.dtype), "None beside a program")
+                raise fields.refuse("Capture.dtype", fields.shown(self.dtype), "None with a program")
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else None
         self.settle(
             dtype=fields.one_of("Capture.dtype", dtype, FLOATS) if dtype is not None else None,
@@ -106,7 +106,7 @@ class Capture(Intervention):
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
-        """Where the rows go, one by one: a directory, a callable, a Consumer, or None for the output."""
+        """The destinations of the rows: each a directory, a callable, a Consumer, or None for the output."""
         return self.to if isinstance(self.to, tuple) else (self.to,)
 
     @property
@@ -115,7 +115,7 @@ class Capture(Intervention):
         return selector_of(self.positions).selects_generated
 
     def placed(self, prompt_length: int | None) -> Self:
-        """The capture with listed positions in ascending order; with `prompt_length`, counted from the start."""
+        """The capture with listed positions in ascending order, counted from the start if `prompt_length` is given."""
         place = self.place_in(prompt_length)
         return changed(self, positions=tuple(sorted(set(place)))) if isinstance(place, (tuple, list)) else self
 
@@ -128,11 +128,11 @@ def _sink(to: Any) -> Sink:
     raise fields.refuse("Capture.to", fields.shown(to), _SINKS)
 
 
-Key = tuple[str, int, str]  # site, layer, when
+PlaneKey = tuple[str, int, str]  # site, layer, when
 
 
 class Plane(NamedTuple):
-    """One site's value in a captured row, or what a program computes from it: `row[offset : offset + width]`."""
+    """One site's value in a captured row, or the results that a program computes from it: `row[offset : offset + width]`."""
 
     site: str
     layer: int
@@ -142,11 +142,11 @@ class Plane(NamedTuple):
 
 
 class Planes(tuple[Plane, ...]):
-    """The planes of a captured row. Many requests share them, so it caches what is derived from it."""
+    """The planes of a captured row. Many requests share one object, which caches the properties below."""
 
     @classmethod
-    def of(cls, keys: Iterable[Key], width: Callable[[Key], int]) -> Self:
-        """These planes one after another. `width`: of each."""
+    def of(cls, keys: Iterable[PlaneKey], width: Callable[[PlaneKey], int]) -> Self:
+        """These planes one after another. `width`: returns the width of each."""
         planes, offset = [], 0
         for key in keys:
             planes.append(Plane(*key, offset, width(key)))
@@ -161,12 +161,12 @@ class Planes(tuple[Plane, ...]):
         return super().__hash__()
 
     @cached_property
-    def by_key(self) -> dict[Key, Plane]:
+    def by_key(self) -> dict[PlaneKey, Plane]:
         return {(plane.site, plane.layer, plane.when): plane for plane in self}
 
     @cached_property
     def width(self) -> int:
-        """Up to the end of the last plane, in elements."""
+        """The end of the last plane, in elements."""
         return max((plane.offset + plane.width for plane in self), default=0)
 
     def __reduce__(self) -> Any:

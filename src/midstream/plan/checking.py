@@ -1,4 +1,4 @@
-"""Checks programs: runs their operations on the meta device, which knows shapes and dtypes and has no numbers."""
+"""Checks programs by running their operations on the meta device, which infers shapes and dtypes without numbers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, on_device, overload
-from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step
+from midstream.plan.rowwise import (
+    ELEMENTWISE,
+    RULES,
+    SIZED,
+    SLOW,
+    Mixes,
+    OpCall,
+    RuleResult,
+    Shaped,
+    on_device,
+    overload,
+)
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Ref, RowCount, Step
 from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
 MAX_SHARED = 1 << 20  # numbers of a result that is the same for all rows
 MAX_RESULTS = 1 << 10  # of one step
 MAX_RANK = 6
-_CHECKED_ROWS = (1009, 2)  # literal sizes cannot stand for both
+_CHECKED_ROWS = (1009, 2)  # two numbers, so that a literal size cannot equal both
 _TYPES = {
-    "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, Rows), "float": (int, float), "bool": (bool,), "str": (str,),
+    "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
-_SLOWER = 16  # how many times the work of others the operations in `SLOW` are
+_SLOWER = 16  # the work of an operation in `SLOW`, relative to others
 
 
 class Checker:
-    """Runs operations on the meta device, and keeps to the rules.
+    """Runs operations on the meta device, and applies the rules of `plan.rowwise`.
 
     Args:
         rows: R.
@@ -51,7 +62,7 @@ class Checker:
         """The result of a step. `args` and `kwargs` are those of the step, with `Shaped` in place of references.
 
         Raises:
-            PlanError: it is not in the table, mixes rows, or does not take these arguments.
+            PlanError: the operation is not in the table, mixes rows, or does not take these arguments.
         """
         try:
             func = overload(step.op)
@@ -76,7 +87,7 @@ class Checker:
         self.work += _multiplications(func, call)
         return results if several else results[0]
 
-    def _result(self, step: Step, meta: Any, outcome: Outcome, has_bound: bool) -> Shaped:
+    def _result(self, step: Step, meta: Any, outcome: RuleResult, has_bound: bool) -> Shaped:
         if not isinstance(meta, torch.Tensor) or meta.is_complex():
             raise PlanError(f"{step.place} gives no tensor of real numbers.")
         size = meta.numel() // self._rows if outcome.rows else meta.numel()
@@ -94,16 +105,16 @@ class Checker:
 
 
 def plain(arg: Any, tensor: Callable[[Any], Any], rows: int) -> Any:
-    """An argument as PyTorch takes it. `tensor` gives what stands for others than plain ones."""
+    """An argument as PyTorch takes it. `tensor` converts references and constants."""
     if isinstance(arg, tuple):
         return [plain(each, tensor, rows) for each in arg]
-    if isinstance(arg, Rows):
+    if isinstance(arg, RowCount):
         return arg.times * rows
     return getattr(torch, arg.name) if isinstance(arg, DType) else tensor(arg)
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> Call:
-    """The arguments by their names. Refuses other types than the schema has: PyTorch itself may crash with them.
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> OpCall:
+    """The arguments by their names. Refuses types other than the schema's, with which PyTorch itself may crash.
 
     Args:
         takes_numbers: whether tensors other than the first one may be numbers.
@@ -126,7 +137,7 @@ def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numb
         raise Mixes("it has arguments that the operation does not know")
     if {"device", "layout", "pin_memory", "generator"} & kwargs.keys():
         raise Mixes("it says where its result lies")
-    return Call(named)
+    return OpCall(named)
 
 
 def _is_of(kind: str, given: Any) -> bool:
@@ -139,16 +150,16 @@ def _is_of(kind: str, given: Any) -> bool:
     return type(given) in types
 
 
-def _check_rows_marks(op: str, call: Call) -> None:
-    """A number of rows may stand in sizes alone, and there in front: a result must not depend on it."""
+def _check_rows_marks(op: str, call: OpCall) -> None:
+    """The number of rows may only be the first size: a result must not depend on it."""
     for name, value in call.named.items():
         inside = value[1:] if SIZED.get(op) == name and isinstance(value, tuple) and value else (value,)
-        if any(objects_in(inside, Rows)):
+        if any(objects_in(inside, RowCount)):
             raise Mixes("it uses the number of rows, where it is not a first size")
 
 
-def _multiplications(func: Any, call: Call) -> float:
-    """Of a product of matrices, counted as work: a row's part of it, and little for what all rows share."""
+def _multiplications(func: Any, call: OpCall) -> float:
+    """The work of a matrix product for one row, in units of `Checker.work`; little for a product that all rows share."""
     pair = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][-2:]
     if func._schema.name not in ("aten::mm", "aten::mv", "aten::addmm", "aten::bmm") or len(pair) < 2:
         return 0.0
@@ -159,25 +170,25 @@ def _multiplications(func: Any, call: Call) -> float:
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of a program.
+    """The facts about a program.
 
     Attributes:
-        work: numbers that it computes for each row, about.
+        work: about how many numbers it computes for each row.
         peak: the most numbers of a row that are in memory at once.
-        last_use: step -> the last step that uses it; those that are not there are used by none.
+        last_use: step -> the last step that uses it; without the unused steps.
         results: of each step, the first one for a number of rows.
-        parts: what a row of each result of the program is.
+        parts: the shape and dtype of one row of each result of the program.
     """
 
     work: int
     peak: int
     last_use: Mapping[int, int]
     results: tuple[Shaped, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PackedResult, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedResult:
     """A row of one result of a program.
 
     Attributes:
@@ -192,13 +203,13 @@ class Part:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def checked(program: Parts) -> Checked:
-    """Check a program. Raises PlanError as `Program` does."""
+def checked(program: Any) -> Checked:
+    """Check a `Program`, whose module imports this one. Raises PlanError as the class does."""
     found = [_checked(program, rows) for rows in _CHECKED_ROWS]
     return found[0]
 
 
-def _checked(program: Parts, rows: int) -> Checked:
+def _checked(program: Any, rows: int) -> Checked:
     checker, widths = Checker(rows), (program.width, *program.inputs)
     given = [checker.input(width, program.dtype) for width in widths]
     shaped = [checker.constant(each) for each in program.constants]
@@ -217,13 +228,13 @@ def _checked(program: Parts, rows: int) -> Checked:
     each = [result if isinstance(result, tuple) else (result,) for result in results]
     sizes = [sum(part.meta.numel() // rows for part in parts if part.rows) for parts in each]
     last_use = _last_use(program.steps, refs)
-    results_of_rows = tuple(Part(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
+    results_of_rows = tuple(PackedResult(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
     peak = _peak([*sizes, sizes_of_all], last_use, sum(widths))
     return Checked(int(checker.work), peak, last_use, tuple(parts[0] for parts in each), results_of_rows)
 
 
 def _check_result(found: Any, rows: int, width: int | None) -> None:
-    """Raise PlanError for a result that cannot be one. `width`: of the value that it replaces; None for one that a capture keeps."""
+    """Raise PlanError for an invalid result. `width`: of the value that it replaces; None for a capture's result."""
     if not isinstance(found, Shaped) or found.rows != 1 or (width and tuple(found.meta.shape) != (rows, width)):
         shape = list(found.meta.shape) if isinstance(found, Shaped) else "several tensors"
         allowed = [rows, width] if width else f"[{rows}, ...]"
@@ -242,7 +253,7 @@ def _last_use(steps: Sequence[Step], results: Sequence[Ref]) -> dict[int, int]:
 
 
 def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
-    """The most numbers of a row that are in memory at once, with the inputs. `width`: of all of these."""
+    """The most numbers of a row that are in memory at once, with the inputs. `width`: of all inputs together."""
     alive = most = 2 * width
     ends: dict[int, int] = {}
     for number, size in enumerate(sizes):

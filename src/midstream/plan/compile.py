@@ -1,8 +1,8 @@
-"""Compiles a plan for one prompt length: a few profiles, and for each position the number of its profile.
+"""Compiles a plan for one prompt length: a few profiles, and the number of each position's profile.
 
-A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 does nothing, so an
-engine looks up one number for each row. The vectors that ops refer to lie in a bank. `PlanKeys` says which KV blocks of the prompt other
-requests may share.
+A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 is empty, so an engine
+looks up one number for each row. The vectors that ops refer to are in a bank. `PlanKeys` says which KV blocks of the prompt other requests
+may share.
 
 Legend: P positions of the prompt.
 """
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import NO_PLANES, Capture, Key, Planes
+from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
@@ -56,21 +56,21 @@ class Profile:
 
     @cached_property
     def further(self) -> frozenset[Point]:
-        """The (site, layer) whose values programs elsewhere read."""
+        """The (site, layer) of values that programs at other sites read."""
         return frozenset(point for ops in self.ops.values() for op in ops for point in op.inputs)
 
     @property
     def points(self) -> frozenset[Point]:
-        """Those at which something is to be done."""
+        """The (site, layer) with ops, or with values that programs read."""
         return self.further.union(self.ops)
 
 
 class Reach(NamedTuple):
-    """Where a plan acts in the whole model, for whichever stage it was compiled, so that all pipeline stages decide alike.
+    """The points in the whole model where a plan acts, so that all pipeline stages decide alike.
 
     Attributes:
         points: the (site, layer) at which it acts.
-        programs: those of them at which a program runs.
+        programs: those at which a program runs.
     """
 
     points: frozenset[Point] = frozenset()
@@ -83,7 +83,7 @@ class CompiledPlan:
 
     Attributes:
         bank: float32 `[width]` each, on the CPU or on the device where the engine holds them.
-        profiles: the first does nothing.
+        profiles: the first is empty.
         prompt: int32, the profile of each position of the prompt, and of generated ones up to the last that an edit names.
         generated: the profile of every later position.
         acts: bool, whether the plan acts at each of the positions of `prompt`, on any stage.
@@ -115,15 +115,15 @@ def compile_plan(
         prompt_length: in tokens; later positions are generated.
         num_layers: the model's, all stages together.
         width: of a site at a layer.
-        vector: gives a named vector, float32 `[width]`, numpy or torch.
-        run: gives a recorded run's row at a site, layer and position, `[width]`, on any device.
+        vector: returns a named vector, float32 `[width]`, numpy or torch.
+        run: returns a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
-        on_host: gives a named vector for `Edit.shape`, if the host would have to wait for the one from `vector`.
+        on_host: returns a named vector for `Edit.shape`, if the host would have to wait for the one from `vector`.
 
     Raises:
         PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
     """
-    bank, others = (_Bank(width, vector, run, on_host or vector) for _ in range(2))
+    bank, others = (_VectorBank(width, vector, run, on_host or vector) for _ in range(2))
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
@@ -165,7 +165,7 @@ def _reach(
     """`CompiledPlan.acts` and `CompiledPlan.reach`. `listed`: how many positions have profiles of their own."""
     acts = np.zeros(listed, bool)
     in_prompt, generated = list[Intervention](), list[Intervention]()
-    everywhere = False  # in the prompt
+    everywhere = False  # whether an edit acts at all of the prompt
     for item in normal.interventions:
         if isinstance(item, Capture):
             rows = selections[item.positions]
@@ -196,17 +196,17 @@ def _reach(
 
 
 def _listed(normal: Plan, prompt_length: int) -> int:
-    """The number of positions with a profile of their own: up to the last one that an edit names."""
+    """The number of positions with a profile of their own: all positions up to the last one that an edit names."""
     places = (position_of(edit, prompt_length) for edit in normal.edits)
     return max([prompt_length, *(place + 1 for place in places if place is not None)])
 
 
-def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:
-    """The programs that compute what is kept of a site, for captures in normal form.
+def reads_of(captures: Sequence[Capture]) -> dict[PlaneKey, Program]:
+    """The programs that captures in normal form run, by the value that they read.
 
-    Raises PlanError if two captures keep different things of one value.
+    Raises PlanError if two captures run different programs on one value.
     """
-    found: dict[Key, Program | None] = {}
+    found: dict[PlaneKey, Program | None] = {}
     for capture in captures:
         key = (*point_of(capture), capture.when)
         if found.setdefault(key, capture.program) != capture.program:
@@ -214,21 +214,21 @@ def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:
     return {key: program for key, program in found.items() if program is not None}
 
 
-def plane_width(key: Key, width: Callable[[str, int], int], reads: Mapping[Key, Program]) -> int:
-    """Of what is kept, in elements of the model's dtype. `reads`: as `reads_of` returns them."""
+def plane_width(key: PlaneKey, width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]) -> int:
+    """The width of a plane, in elements of the model's dtype. `reads`: from `reads_of`."""
     program = reads.get(key)
     return width(*key[:2]) if program is None else program.packed_width(SIZES[program.dtype])
 
 
 def _captured(
     captures: list[Capture], selections: Mapping[Any, Selection], prompt_length: int
-) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
-    """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and those at generated positions."""
-    groups: dict[Any, set[Key]] = {}
+) -> tuple[np.ndarray, list[frozenset[PlaneKey]], frozenset[PlaneKey]]:
+    """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and the set at generated positions."""
+    groups: dict[Any, set[PlaneKey]] = {}
     for capture in captures:
         groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
-    generated: set[Key] = set()
-    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
+    generated: set[PlaneKey] = set()
+    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[PlaneKey]()]
     for positions, keys in groups.items():
         rows = selections[positions]
         generated |= keys if rows.generated else set()
@@ -238,7 +238,7 @@ def _captured(
     return codes, sets, frozenset(generated)
 
 
-class _Bank:
+class _VectorBank:
     """The vectors that ops refer to, each once."""
 
     def __init__(
@@ -254,14 +254,16 @@ class _Bank:
         self._ops: dict[Any, Op] = {}
 
     def check_names(self, edit: Edit) -> None:
-        """Raise PlanError for a named vector that the stage of this edit refuses: the request ends on all stages or on none."""
+        """Raise PlanError for a named vector that another stage, where this edit acts, would refuse: the request fails on all stages or on
+        none.
+        """
         for field, value in edit.values():
             if isinstance(value, Named):
                 self._operand(edit, field, value)
 
     def op(self, edit: Edit) -> Op:
-        """The op of an edit in normal form; a plan may have the same one at many positions."""
-        key = (*edit.what(), edit.run_row()) if edit.reads_run else edit.what()
+        """The op of an edit in normal form. Cached, since a plan may have the same one at many positions."""
+        key = (*edit.effect(), edit.run_row()) if edit.reads_run else edit.effect()
         if key not in self._ops:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
             first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
@@ -303,10 +305,8 @@ class _Bank:
 
 
 class _Profiles:
-    """All profiles, each once."""
-
     def __init__(
-        self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[Key, Program]
+        self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]
     ) -> None:
         self.list = [Profile({})]
         self._edits, self._width, self._reads = edits, width, reads
@@ -314,8 +314,8 @@ class _Profiles:
         self._numbers: dict[Any, int] = {}
         self._without_placed: dict[Any, Profile] = {}
 
-    def number(self, planes: frozenset[Key], phase: str, placed: _Ranked | None = None) -> int:
-        """The number of the profile that captures `planes` and makes the edits of `phase` and those `placed` at one position."""
+    def number(self, planes: frozenset[PlaneKey], phase: str, placed: _Ranked | None = None) -> int:
+        """The number of the profile that captures `planes` and makes the edits of `phase`, and those `placed` at one position."""
         phase = "prefill" if self._same else phase
         everywhere = self._edits[phase]
         if not planes and not placed and not everywhere:
@@ -333,7 +333,7 @@ class _Profiles:
             self.list.append(profile)
         return self._numbers[key]
 
-    def _make(self, planes: frozenset[Key], edits: _Ranked) -> Profile:
+    def _make(self, planes: frozenset[PlaneKey], edits: _Ranked) -> Profile:
         in_order = sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after"))
         row = Planes.of(in_order, lambda key: plane_width(key, self._width, self._reads))
         points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)
@@ -350,7 +350,6 @@ class _Profiles:
 
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
-    """By their places in the normal form."""
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
 
 
@@ -362,7 +361,7 @@ def _order(point: Point) -> tuple[int, int]:
 
 
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
-    """Whether the value at a site is part of any key or value of attention: at the last layer, only what goes into its attention."""
+    """Whether the value at a site affects any key or value of attention: at the last layer, only the input of its attention does."""
     return layer < num_layers - 1 or site in ("resid_pre", "attn_in")
 
 
@@ -387,9 +386,9 @@ class _Stretch(NamedTuple):
 class PlanKeys:
     """The prefix-cache keys of one request's KV blocks.
 
-    The KV of a position depends on the tokens up to it, and on every edit up to it that a later attention reads. Two requests may share
-    the block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`.
-    The engine compares the tokens; `at(end)` stands for the edits.
+    The KV of a position depends on the tokens up to it, and on every edit up to it that a later attention reads. Two requests may share the
+    block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`. The
+    engine compares the tokens; `at(end)` stands for the edits.
 
     Args:
         plan: all of the request's, the engine-wide one included.
@@ -410,19 +409,19 @@ class PlanKeys:
                 active.append(_Active(order, place, *_range(edit, prompt_length), texts.of(edit)))
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self._within: list[str] = []  # the key inside of each stretch, up to its end
-        self._behind: list[str] = []  # and behind it
+        self._within: list[str] = []  # the key of blocks that end in each stretch
+        self._after: list[str] = []  # the key of blocks that end after it
         below = ""
         for start, stop, edits in _stretches(sorted(active)):
             self._starts.append(start)
             self._stops.append(stop)
             self._within.append(digest("\n".join([below, str(start), *edits]).encode()))
             below = digest(f"{self._within[-1]} {stop}".encode())
-            self._behind.append(below)
+            self._after.append(below)
 
     @property
     def size(self) -> int:
-        """About the bytes that it takes."""
+        """About how many bytes it takes."""
         return _STRETCH_BYTES * len(self._starts)
 
     @property
@@ -431,48 +430,47 @@ class PlanKeys:
         return self._starts[0] if self._starts else None
 
     def at(self, end: int) -> str | None:
-        """The key of a block that ends before position `end`: 32 hexadecimal digits; None if it may be shared with plain requests."""
+        """The key of a block that ends before position `end`: 32 hexadecimal digits; None if plain requests may share the block."""
         last = bisect_left(self._starts, end) - 1
         if last < 0:
             return None
-        return self._within[last] if end <= self._stops[last] else self._behind[last]
+        return self._within[last] if end <= self._stops[last] else self._after[last]
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
-    """The lowest captured position of the prompt, which cache hits must not pass; None if none is captured."""
+    """The lowest captured position of the prompt, at which cache hits must end; None if none is captured."""
     prompts = [Selection.of(each, prompt_length).prompt for each in {capture.positions for capture in plan.captures}]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 
 
 def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
-    """The positions `[start, stop)` that an edit in normal form acts at."""
+    """The positions `[start, stop)` of an edit in normal form."""
     if (position := position_of(edit, prompt_length)) is not None:
         return position, position + 1
     return {"both": (0, _FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, _FOREVER)}[edit.phase]
 
 
 class _Texts:
-    """What edits do to a row, in short, without where. Cached, since a plan may have the same edit at many positions."""
+    """What edits do to a row, as short texts without positions. Cached, since a plan may have the same edit at many positions."""
 
     def __init__(self) -> None:
         self._known: dict[Any, str] = {}
         self._nonces: dict[str, str] = defaultdict(lambda: secrets.token_hex(16))
 
     def of(self, edit: Edit) -> str:
-        key = edit.what()
+        key = edit.effect()
         if key not in self._known:
             attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
             for field, value in vars(edit).items():
-                if (
-                    isinstance(value, Named) and value.digest is None
-                ):  # nobody knows its vector: equal to no other plan's
+                # Its vector is unknown here, so the plan equals no other.
+                if isinstance(value, Named) and value.digest is None:
                     attributes[field] = Named(self._nonces[value.name])
             self._known[key] = digest(encoded(changed(edit, **attributes)).encode())
         return f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]
 
 
 def _stretches(edits: list[_Active]) -> list[_Stretch]:
-    """The positions that have edits, cut wherever these change and nowhere else."""
+    """The positions that have edits, split where the edits change."""
     changes: dict[int, set[int]] = defaultdict(set)  # position -> places in `edits` of those that start or stop there
     for i, edit in enumerate(edits):
         changes[edit.start] ^= {i}

@@ -1,4 +1,4 @@
-"""Checks of single fields. Every message names the field, the given value and what is allowed."""
+"""Checks of single fields. Every message names the field, the given value and the allowed ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar nam
 
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
-    """The error for a field with a value that is not allowed."""
+    """The error for a field whose value is not allowed."""
     return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}", field=field)
 
 
@@ -57,7 +57,7 @@ def mapping(
 
 @contextlib.contextmanager
 def errors_at(place: str) -> Iterator[None]:
-    """Let errors say where in the plan the value stands."""
+    """Add the value's place in the plan to errors."""
     try:
         yield
     except PlanError as error:
@@ -65,7 +65,7 @@ def errors_at(place: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A value as short text, whatever it is."""
+    """Any value as short text."""
     shape = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "dtype"):
         return f"a {type(value).__name__} of shape {list(shape)} and dtype {value.dtype}"
@@ -79,9 +79,9 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The names most like `name`, else all of them, as the end of a message."""
+    """The names most similar to `name`, else all of them, as the end of a message."""
     there = sorted(set(names))
-    few = len(there) <= _MOST_NAMES and len(name) <= _LONGEST_NAME  # a stranger's plan may have many and long ones
+    few = len(there) <= _MOST_NAMES and len(name) <= _LONGEST_NAME  # an untrusted plan may have many and long ones
     near = difflib.get_close_matches(name, there, 3, 0.5) if few else []
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
@@ -90,7 +90,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def explained(cls: type[T]) -> type[T]:
-    """Let a dataclass raise PlanError, with the name of the field, if a field is missing or unknown."""
+    """Make a dataclass raise PlanError, with the name of the field, if a field is missing or unknown."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -128,7 +128,7 @@ def settle(value: Any, **attributes: Any) -> None:
 
 
 def number(field: str, value: Any, low: float = -math.inf, high: float = math.inf, *, unbounded: bool = False) -> float:
-    """A real number in `[low, high]`; finite unless `unbounded`, never NaN."""
+    """A real number in `[low, high]`; finite unless `unbounded`, and never NaN."""
     allowed = f"a number from {low:g} to {high:g}" if math.isfinite(low) else "a finite number that float32 can hold"
     allowed = "a number, or infinity for no bound" if unbounded else allowed
     if hasattr(value, "detach") and value.ndim == 0:
@@ -140,7 +140,7 @@ def number(field: str, value: Any, low: float = -math.inf, high: float = math.in
     except OverflowError as error:
         raise refuse(field, "too large", allowed) from error
     fits = abs(found) <= FLOAT32_MAX or (unbounded and math.isinf(found))
-    if not (fits and low <= found <= high):  # false for NaN
+    if not (fits and low <= found <= high):  # NaN fails this test
         raise refuse(field, shown(value), allowed)
     return found
 
@@ -158,7 +158,7 @@ def one_of(field: str, value: Any, choices: Collection[str]) -> str:
 
 
 def text(field: str, value: Any) -> str:
-    """A string that is not empty and can be encoded."""
+    """A string that is not empty and can be encoded in UTF-8."""
     if not isinstance(value, str) or not value:
         raise refuse(field, shown(value), "a string that is not empty")
     try:
@@ -169,7 +169,7 @@ def text(field: str, value: Any) -> str:
 
 
 def name(field: str, value: Any) -> str:
-    """A name, which can stand in a list, a message and a URL."""
+    """A name that can stand in a list, a message and a URL."""
     found = text(field, value)
     if not found.isprintable() or len(found) > LONGEST_NAME or {".", ".."} & set(found.split("/")):
         allowed = (
@@ -180,7 +180,7 @@ def name(field: str, value: Any) -> str:
 
 
 def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX) -> int:
-    """A whole number in `[low, high]`, numpy's too."""
+    """An integer in `[low, high]`, also numpy's."""
     if type(value) is int and low <= value <= high:  # the quick case: a plan may have thousands
         return value
     allowed = "a whole number, 0 or more" if low == 0 else "a whole number"
@@ -198,7 +198,7 @@ def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX
 
 
 def integers(field: str, value: Any, allowed: str, low: int = -MAX_INDEX, *, distinct: bool = True) -> tuple[int, ...]:
-    """One whole number or several, which must differ if `distinct`, as a tuple in the order given."""
+    """One integer or several as a tuple in the given order; they must differ if `distinct`."""
     if isinstance(value, (str, bytes)) or not (_is_many(value) or hasattr(value, "__index__")):
         raise refuse(field, shown(value), allowed)
     if not _is_many(value):
@@ -268,7 +268,7 @@ def plain(field: str, value: Any, depth: int = 8) -> Any:
 class Span:
     """The tokens of the prompt that overlap `text`: `Span("Paris")`, or `Span("Paris", 1)` for its second occurrence.
 
-    `resolve_spans` turns it into positions, where the tokenizer is.
+    `resolve_spans` turns it into positions on the client, which has the tokenizer.
     """
 
     text: str
@@ -308,7 +308,7 @@ def span_positions(
 
 
 def resolved(field: str, positions: Span | Sequence[int], length: int, of: str = "the prompt") -> list[int]:
-    """Positions counted from the start, in the order given. Raises PlanError for one outside, or a `Span`, which needs the text."""
+    """Positions counted from the start, in the given order. Raises PlanError for one outside, or for a `Span`, which needs the text."""
     if isinstance(positions, Span):
         given = f"{positions}, which needs the prompt's text"
         raise refuse(field, given, "positions where the prompt was given as token ids or embeddings")

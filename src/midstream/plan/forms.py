@@ -1,6 +1,6 @@
-"""Which programs can run together: those that differ in numbers and small vectors alone, where a bank can hold these.
+"""Which programs can run together: those that differ only in numbers and small vectors that a bank can hold.
 
-Where they stand, a result is computed entry by entry, or is a product with a vector.
+Such a number or vector is an argument of an entry-by-entry operation, or of a product with a vector.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import ELEMENTWISE, Shaped
-from midstream.plan.steps import Const, Parts, Ref, Step, written
+from midstream.plan.steps import Const, Ref, Step, written
 from midstream.plan.vectors import digest
 from midstream.tree import objects_in
 
-# Operations with a number as their second argument that may be one of each row. What they give of whole numbers may be floating.
+# Operations whose second argument may be a number of its own for each row. From integers they may compute floats.
 _WITH_NUMBER = frozenset(
     f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
 )
@@ -25,10 +25,10 @@ _WITH_NUMBER = frozenset(
 
 @dataclass(frozen=True)
 class Form:
-    """What programs that can run together have in common.
+    """The common part of programs that can run together.
 
     Attributes:
-        key: equal for those.
+        key: equal for such programs.
         slots: (step, argument) -> a number or a constant of the program that may differ between them.
     """
 
@@ -36,8 +36,8 @@ class Form:
     slots: dict[tuple[int, int], Any]
 
 
-def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
-    """A program's form. `results`: those of its steps."""
+def form_of(program: Any, results: Sequence[Shaped]) -> Form:
+    """The form of a `Program`, whose module imports this one. `results`: of its steps."""
     single = [bool(result.rows == 1) for result in results]
     uses: dict[int, list[tuple[int, int] | None]] = {}
     slots: dict[tuple[int, int], Any] = {}
@@ -66,19 +66,19 @@ def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
 
 
 def _is_number(arg: Any) -> bool:
-    """Whether a bank, of float32, can hold it."""
+    """Whether a bank of float32 can hold it."""
     return type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
 
 
 def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:
-    """Whether a step's second argument may be a number of each row. Its first one is floating then."""
+    """Whether each row may have its own number as a step's second argument. The first argument is floating then."""
     first = step.args[0]
     if step.op not in _WITH_NUMBER or step.kwargs or not isinstance(first, Ref) or first.out is not None:
         return False
     return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
 
 
-def _key(program: Parts, slots: dict[tuple[int, int], Any]) -> str:
+def _key(program: Any, slots: dict[tuple[int, int], Any]) -> str:
     def said(number: int, place: int, arg: Any) -> Any:
         slot = slots.get((number, place))
         if isinstance(slot, Const):

@@ -1,12 +1,12 @@
 """Programs: row-wise functions of a site's value as data, for the edit `Apply` and for `Capture`.
 
-A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends on row r of its
-inputs alone, whatever their number is. It holds no code, so anybody whose plan is taken may send one:
+A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends only on row r of
+its inputs, for any number of rows. It contains no code, so untrusted clients may send programs:
 
     h = Ref(-1)  # the input, [rows, width]
     Program(256, "float32", (Step("mul.Tensor", (h, 0.5)), Step("add.Tensor", (Ref(0), Const(0)))), Ref(1), (Constant.of(vector),))
 
-On the wire each program and each constant is there once, by its digest. Constants are little-endian bytes:
+The wire form has each program and each constant once, by its digest. Constants are little-endian bytes:
 
     {"width": 256, "dtype": "float32", "result": {"step": 1}, "constants": [DIGEST],
      "steps": [["mul.Tensor", [{"input": true}, 0.5]], ["add.Tensor", [{"step": 0}, {"constant": 0}]]]}
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Parts, Ref, Rows, Step, written
+from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Ref, RowCount, Step, written
 from midstream.plan.vectors import digest
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
 MAX_RESULTS = 64
-MAX_INPUTS = 4  # beside the value that it is about
-HELD_BYTES = 1 << 18  # of a constant that is sent apart from plans
+MAX_INPUTS = 4  # besides the site's own value
+HELD_BYTES = 1 << 18  # larger constants are sent apart from plans
 MAX_ARGUMENTS = 4096  # of one step, with the numbers in its lists
 MAX_WIDTH = 1 << 20
 _MAX_DEPTH = 3  # of lists in arguments
@@ -46,16 +46,31 @@ _MAX_DEPTH = 3  # of lists in arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program(Parts):
+class Program:
     """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
 
-    Its result is a step's, with which `Apply` replaces the value; or a tuple of those of one or several steps, of any shapes, which
-    `Capture` keeps: each row of each, packed one after the other (see `running.unpacked`).
+    Its result is a step's result, with which `Apply` replaces the value; or a tuple of the results of one or several steps, of any shapes,
+    which `Capture` keeps: each row has its part of each result, packed one after the other (see `running.unpacked`).
+
+    Attributes:
+        width: of the rows that it takes and returns; heads are side by side.
+        dtype: of its input and its arithmetic.
+        steps: in their order.
+        result: the resulting step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
+        constants: that its steps use.
+        inputs: the widths of further inputs: values of other sites, row by row.
 
     Raises:
         PlanError: an operation is not in the table, mixes rows or gets wrong arguments; the program is too large; its result has another
             shape. The message names the operation, and its line if that is known.
     """
+
+    width: int
+    dtype: str
+    steps: tuple[Step, ...]
+    result: Ref | tuple[Ref, ...]
+    constants: tuple[Constant, ...] = ()
+    inputs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         fields.integer("Program.width", self.width, 1, MAX_WIDTH)
@@ -86,61 +101,61 @@ class Program(Parts):
 
     @property
     def is_read(self) -> bool:
-        """Whether it computes what a capture keeps, and not another value for the site."""
+        """Whether it is for a capture, rather than for replacing the site's value."""
         return isinstance(self.result, tuple)
 
     def packed_width(self, itemsize: int) -> int:
-        """How many elements of a dtype of so many bytes its packed results take: a multiple of 16 bytes."""
+        """The width of its packed results, in elements of `itemsize` bytes: a multiple of 16 bytes."""
         return -(-sum(part.nbytes for part in self.checked.parts) // 16) * 16 // itemsize
 
     @cached_property
     def checked(self) -> Checked:
-        """What is known of its results. Raises PlanError as the class does."""
-        from midstream.plan.checking import checked  # with torch, which this module does without
+        """The facts about its results. Raises PlanError as the class does."""
+        from midstream.plan.checking import checked  # imports torch, unlike this module
 
         return checked(self)
 
     @cached_property
     def form(self) -> Form:
-        """What it has in common with programs that can run together with it."""
+        """The common part of the programs that can run together with it."""
         from midstream.plan.forms import form_of
 
         return form_of(self, self.checked.results)
 
     @property
     def work(self) -> int:
-        """How many numbers it computes for a row, about."""
+        """About how many numbers it computes for a row."""
         return self.checked.work
 
     def _check_argument(self, step: Step, number: int, arg: Any, count: list[int], depth: int = 0) -> None:
-        """Raise PlanError for an argument that is not of the kinds that `Step` lists."""
+        """Raise PlanError for an argument whose kind `Step` does not list."""
         count[0] += 1
-        what = ""
+        problem = ""
         if isinstance(arg, Ref) and not -1 - len(self.inputs) <= arg.step < number:
             is_input = arg.step < 0
-            what = f"input {-1 - arg.step}" if is_input else f"step {arg.step}"
-            what += f" of {len(self.inputs)} further ones" if is_input else ", which is not an earlier one"
+            problem = f"input {-1 - arg.step}" if is_input else f"step {arg.step}"
+            problem += f" of {len(self.inputs)} further ones" if is_input else ", which is not an earlier one"
         elif isinstance(arg, Const) and not 0 <= arg.place < len(self.constants):
-            what = f"constant {arg.place} of {len(self.constants)}"
-        elif isinstance(arg, Rows):
+            problem = f"constant {arg.place} of {len(self.constants)}"
+        elif isinstance(arg, RowCount):
             fields.integer(f"{step.place}: a number of rows", arg.times, 1, MAX_WIDTH)
         elif isinstance(arg, DType):
             fields.one_of(f"{step.place}: a dtype", arg.name, list(SIZES))
         elif isinstance(arg, tuple):
             if depth == _MAX_DEPTH or count[0] + len(arg) > MAX_ARGUMENTS:
-                what = "lists that are too deep or too long"
+                problem = "lists that are too deep or too long"
             else:
                 for each in arg:
                     self._check_argument(step, number, each, count, depth + 1)
         elif type(arg) is float and math.isnan(arg):
-            what = "NaN"
+            problem = "NaN"
         elif type(arg) is int and not -(1 << 63) <= arg < 1 << 63:
-            what = "a number that is too large"
+            problem = "a number that is too large"
         elif not (arg is None or type(arg) in (bool, int, float, str) or isinstance(arg, (Ref, Const))):
-            what = fields.shown(arg)
-        if what:
+            problem = fields.shown(arg)
+        if problem:
             raise PlanError(
-                f"{step.place} has {what} as an argument; allowed: numbers, inputs, earlier results and constants."
+                f"{step.place} has {problem} as an argument; allowed: numbers, inputs, earlier results and constants."
             )
 
     @cached_property
@@ -154,13 +169,14 @@ class Program(Parts):
 
     @property
     def nbytes(self) -> int:
-        """Of the constants that it has."""
+        """The size of the constants that it contains."""
         return sum(constant.nbytes for constant in self.constants if constant.data is not None)
 
     @cached_property
     def held(self) -> tuple[Program, dict[str, bytes]]:
-        """The same for an engine that holds the data of its floating constants of at least `HELD_BYTES`; and that data, by
-        `Constant.held`."""
+        """The program for an engine that holds the data of its floating constants of at least `HELD_BYTES`; and that data, by
+        `Constant.held`.
+        """
         constants, data = list[Constant](), dict[str, bytes]()
         for constant in self.constants:
             if constant.data and constant.nbytes >= HELD_BYTES and constant.dtype in FLOATS:
@@ -192,7 +208,7 @@ def written_step(step: Step) -> list[Any]:
 
 
 def written_program(program: Program) -> dict[str, Any]:
-    """A program as plain data, without its constants' data: see the module."""
+    """A program as plain data, without its constants' data (see the module's docstring)."""
     return {
         "width": program.width,
         "dtype": program.dtype,
@@ -209,7 +225,7 @@ def written_constant(constant: Constant) -> dict[str, Any]:
 
 
 def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str, Constant]:
-    """The table of constants. `most`: bytes of all. Raises PlanError."""
+    """The table of constants. `most`: the limit in bytes for all of them. Raises PlanError."""
     read: dict[str, Constant] = {}
     size = 0
     for key, given in fields.mapping(place, table).items():
@@ -293,7 +309,7 @@ def _read(place: str, given: Any, depth: int = 0) -> Any:
         case {"constant": int(number), **rest} if not rest:
             return Const(fields.integer(place, number, 0))
         case {"rows": int(times), **rest} if not rest:
-            return Rows(fields.integer(place, times, 1))
+            return RowCount(fields.integer(place, times, 1))
         case {"dtype": str(name), **rest} if not rest:
             return DType(name)
         case {"inf": 1 | -1 as sign, **rest} if not rest:

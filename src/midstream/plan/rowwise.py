@@ -1,8 +1,8 @@
-"""The operations that programs may have, and what keeps each of them row-wise.
+"""The operations that programs may have, and the rules that keep each of them row-wise.
 
 `plan.checking` runs a program without numbers. Each result is either the same for all rows, or its first axis has a group of entries for
-each row, one after the other. An operation's rule refuses arguments with which
-entries of different groups would meet. What its indices may be is known, too: an index outside would end the engine's process.
+each row. Each operation has a rule, which derives this from its arguments and refuses arguments that would combine different groups. Rules
+also track the range of indices: an index out of range would end the engine's process.
 
 Legend: R rows.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.plan.steps import Rows
+from midstream.plan.steps import RowCount
 from midstream.tree import objects_in
 
 _aten = torch.ops.aten
@@ -28,8 +28,8 @@ class Shaped:
 
     Attributes:
         meta: its shape and dtype.
-        rows: how many entries of the first axis each row has; 0 if it is the same for all rows.
-        bound: its whole numbers are at least 0 and below this; None if that is not known.
+        rows: how many entries of the first axis belong to each row; 0 if the result is the same for all rows.
+        bound: its integers are at least 0 and below this; None if no bound is known.
     """
 
     meta: torch.Tensor
@@ -38,11 +38,11 @@ class Shaped:
 
 
 class Mixes(Exception):
-    """Arguments with which an operation is not row-wise, or may fail. The message says why."""
+    """The arguments make an operation mix rows, or may make it fail. The message says why."""
 
 
-class Outcome(NamedTuple):
-    """What a rule says of an operation's results: `rows` and `bound` as of `Shaped`. `bound` is about the result `which`."""
+class RuleResult(NamedTuple):
+    """What a rule infers about an operation's results: `rows` and `bound` as in `Shaped`. `bound` applies to the result `which`."""
 
     rows: int
     bound: int | None = None
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class OpCall:
     """One operation: its arguments by their names in PyTorch's schema."""
 
     named: dict[str, Any]
@@ -63,7 +63,7 @@ class Call:
         return list(objects_in(self.named, Shaped))
 
     def dims(self, name: str, of: Shaped, more: int = 0) -> list[int]:
-        """The axes that an argument names, counted from 0. Refuses all axes, and that of the rows."""
+        """The axes that an argument names, counted from 0. Refuses the axis of the rows, also as part of all axes."""
         given, rank = self[name], of.meta.ndim + more
         listed = list(given) if isinstance(given, (tuple, list)) else [given]
         if of.rows and (not listed or given is None):
@@ -74,14 +74,14 @@ class Call:
         return found
 
 
-Rule = Callable[[Call], Outcome]
+Rule = Callable[[OpCall], RuleResult]
 
 
 # ----------------------------------------------------------------------------------------------------------------- rules
 
 
 def _rows_of(tensors: Sequence[Shaped]) -> int:
-    """The rows of a result that is computed entry by entry from these, by broadcasting."""
+    """The rows of a result that is computed entry by entry from these tensors, by broadcasting."""
     blocks = [each for each in tensors if each.rows]
     if not blocks:
         return 0
@@ -94,66 +94,66 @@ def _rows_of(tensors: Sequence[Shaped]) -> int:
     return rows
 
 
-def _elementwise(call: Call) -> Outcome:
-    return Outcome(_rows_of(call.tensors))
+def _elementwise(call: OpCall) -> RuleResult:
+    return RuleResult(_rows_of(call.tensors))
 
 
-def _floating(call: Call) -> Outcome:
-    """Entry by entry; with whole numbers it could fail."""
+def _floating(call: OpCall) -> RuleResult:
+    """Entry by entry; integers could make it fail."""
     if not any(each.meta.dtype.is_floating_point for each in call.tensors):
         raise Mixes("it takes floating numbers here")
     return _elementwise(call)
 
 
 def _along(places: int | None = None) -> Rule:
-    """What is computed along some axes. `places`: which result says where in the axis."""
+    """Computes along some axes. `places`: the index of the result that has positions along the axis."""
 
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         x = call["self"]
         dims = call.dims("dim", x)
         if places is None or not x.meta.ndim or dims[0] < 0:
-            return Outcome(x.rows)
-        return Outcome(x.rows, x.meta.shape[dims[0]], places)
+            return RuleResult(x.rows)
+        return RuleResult(x.rows, x.meta.shape[dims[0]], places)
 
     return rule
 
 
 def _view(name: str = "dim", more: int = 0) -> Rule:
-    """A view or a copy that leaves the first axis alone. `more`: axes that the result has beside those of the argument."""
+    """A view or a copy that leaves the first axis alone. `more`: how many more axes the result has than the argument."""
 
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         x = call["self"]
         call.dims(name, x, more)
-        return Outcome(x.rows, x.bound)
+        return RuleResult(x.rows, x.bound)
 
     return rule
 
 
-def _permute(call: Call) -> Outcome:
+def _permute(call: OpCall) -> RuleResult:
     x, dims = call["self"], call["dims"]
     if x.rows and (not dims or dims[0] % x.meta.ndim):
         raise Mixes("it moves the axis of the rows")
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _transpose(call: Call) -> Outcome:
+def _transpose(call: OpCall) -> RuleResult:
     x = call["self"]
     if x.rows and not (call["dim0"] % x.meta.ndim and call["dim1"] % x.meta.ndim):
         raise Mixes("it moves the axis of the rows")
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _t(call: Call) -> Outcome:
+def _t(call: OpCall) -> RuleResult:
     if call["self"].rows:
         raise Mixes("it moves the axis of the rows")
-    return Outcome(0, call["self"].bound)
+    return RuleResult(0, call["self"].bound)
 
 
 def _times(sizes: Sequence[Any]) -> int:
-    return sizes[0].times if sizes and isinstance(sizes[0], Rows) else 0
+    return sizes[0].times if sizes and isinstance(sizes[0], RowCount) else 0
 
 
-def _reshape(call: Call) -> Outcome:
+def _reshape(call: OpCall) -> RuleResult:
     x, sizes = call["self"], call["shape"]
     if x.rows and not _times(sizes):
         raise Mixes("its first size is not a number of rows")
@@ -161,32 +161,32 @@ def _reshape(call: Call) -> Outcome:
         raise Mixes("its argument has no rows")
     if any(isinstance(size, int) and size < 0 for size in sizes):
         raise Mixes("its sizes have to be given")
-    return Outcome(_times(sizes), x.bound)
+    return RuleResult(_times(sizes), x.bound)
 
 
-def _expand(call: Call) -> Outcome:
+def _expand(call: OpCall) -> RuleResult:
     x, sizes = call["self"], call["size"]
     if x.rows and (len(sizes) != x.meta.ndim or _times(sizes) != x.rows):
         raise Mixes("its first size is not the number of rows")
-    return Outcome(_times(sizes), x.bound)
+    return RuleResult(_times(sizes), x.bound)
 
 
-def _full(call: Call) -> Outcome:
-    return Outcome(_times(call["size"]))
+def _full(call: OpCall) -> RuleResult:
+    return RuleResult(_times(call["size"]))
 
 
-def _like(call: Call) -> Outcome:
-    return Outcome(call["self"].rows)
+def _like(call: OpCall) -> RuleResult:
+    return RuleResult(call["self"].rows)
 
 
-def _same(call: Call) -> Outcome:
-    return Outcome(call["self"].rows, call["self"].bound if not call["dtype"] else None)
+def _same(call: OpCall) -> RuleResult:
+    return RuleResult(call["self"].rows, call["self"].bound if not call["dtype"] else None)
 
 
 def _matrix(x: str, y: str, added: str | None = None) -> Rule:
     """`x @ y (+ added)`, where x has the rows."""
 
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         left, right, more = call[x], call[y], call[added] if added else None
         if right.rows:
             raise Mixes("its second matrix has rows")
@@ -195,34 +195,34 @@ def _matrix(x: str, y: str, added: str | None = None) -> Rule:
             _rows_of([product, more])
             if more.rows != left.rows and more.rows:
                 raise Mixes("its arguments have the rows on different axes")
-        return Outcome(left.rows)
+        return RuleResult(left.rows)
 
     return rule
 
 
-def _bmm(call: Call) -> Outcome:
+def _bmm(call: OpCall) -> RuleResult:
     if call["self"].rows != call["mat2"].rows:
         raise Mixes("its arguments have the rows on different axes")
-    return Outcome(call["self"].rows)
+    return RuleResult(call["self"].rows)
 
 
-def _layer_norm(call: Call) -> Outcome:
+def _layer_norm(call: OpCall) -> RuleResult:
     x = call["input"]
     if x.rows and len(call["normalized_shape"]) >= x.meta.ndim:
         raise Mixes("it is about all rows at once")
     if any(each.rows for each in call.tensors if each is not x):
         raise Mixes("its weight or bias has rows")
-    return Outcome(x.rows)
+    return RuleResult(x.rows)
 
 
 def _joined(more: int) -> Rule:
-    def rule(call: Call) -> Outcome:
+    def rule(call: OpCall) -> RuleResult:
         parts = call["tensors"]
         if not parts or len({(each.rows, each.meta.ndim) for each in parts}) > 1:
             raise Mixes("its parts have the rows on different axes")
         call.dims("dim", parts[0], more)
         bounds = [each.bound for each in parts]
-        return Outcome(parts[0].rows, None if None in bounds else max(bounds))
+        return RuleResult(parts[0].rows, None if None in bounds else max(bounds))
 
     return rule
 
@@ -234,7 +234,7 @@ def _within(index: Shaped, size: int) -> None:
         )
 
 
-def _gather(call: Call) -> Outcome:
+def _gather(call: OpCall) -> RuleResult:
     x, index = call["self"], call["index"]
     (dim,) = call.dims("dim", x)
     blocks = [each for each in call.tensors]
@@ -243,11 +243,11 @@ def _gather(call: Call) -> Outcome:
     ):
         raise Mixes("its arguments have the rows on different axes")
     _within(index, x.meta.shape[dim])
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _indexed(call: Call) -> Outcome:
-    """`x[:, places]`, or that with other numbers there."""
+def _indexed(call: OpCall) -> RuleResult:
+    """`x[:, places]`, or a copy of x with other numbers there."""
     x, values = call["self"], call["values"]
     indices = call["indices"]
     used = [i for i, each in enumerate(indices) if each is not None]
@@ -258,43 +258,43 @@ def _indexed(call: Call) -> Outcome:
             raise Mixes("its indices have to be whole numbers, the same for all rows")
         _within(indices[i], x.meta.shape[i])
     if values is None:
-        return Outcome(x.rows, x.bound)
+        return RuleResult(x.rows, x.bound)
     there = _aten.index.Tensor(x.meta, [None if each is None else each.meta for each in indices])
     if values.rows and not x.rows:
         raise Mixes("its arguments have the rows on different axes")
     _rows_of([Shaped(there, x.rows), values])
-    return Outcome(x.rows)
+    return RuleResult(x.rows)
 
 
-def _index_select(call: Call) -> Outcome:
+def _index_select(call: OpCall) -> RuleResult:
     x, index = call["self"], call["index"]
     (dim,) = call.dims("dim", x)
     if index.rows:
         raise Mixes("its indices have rows")
     _within(index, x.meta.shape[dim])
-    return Outcome(x.rows, x.bound)
+    return RuleResult(x.rows, x.bound)
 
 
-def _embedding(call: Call) -> Outcome:
+def _embedding(call: OpCall) -> RuleResult:
     if call["weight"].rows:
         raise Mixes("its weight has rows")
     _within(call["indices"], call["weight"].meta.shape[0])
-    return Outcome(call["indices"].rows)
+    return RuleResult(call["indices"].rows)
 
 
-def _scattered(call: Call) -> Outcome:
+def _scattered(call: OpCall) -> RuleResult:
     """A copy with other numbers in a view."""
     x, src = call["self"], call["src"]
     call.dims("dim", x)
     if x.rows != src.rows:
         raise Mixes("its arguments have the rows on different axes")
-    return Outcome(x.rows)
+    return RuleResult(x.rows)
 
 
 def _argument_free(rule: Rule, *names: str) -> Rule:
-    """The rule, for an operation whose other tensors have to be the same for all rows."""
+    """The rule, for an operation whose other tensors must be the same for all rows."""
 
-    def checked_rule(call: Call) -> Outcome:
+    def checked_rule(call: OpCall) -> RuleResult:
         if any(isinstance(call[name], Shaped) and call[name].rows for name in names):
             raise Mixes("one of its arguments has rows")
         return rule(call)
@@ -396,5 +396,5 @@ def overload(name: str) -> Any:
 
 
 def on_device(name: str, device: torch.device | str) -> dict[str, Any]:
-    """The argument that has an operation compute on a device, if its other arguments do not say where."""
+    """The device argument of an operation whose other arguments do not determine the device."""
     return {"device": device} if name == "full.default" else {}

@@ -1,7 +1,7 @@
 """Runs programs in plain PyTorch, on any device, for rows of many requests at once.
 
-Rows with programs of one form (`plan.forms`) run together: what differs between these lies in a bank, with one entry for each program,
-and each row gathers its own.
+Rows with programs of one form (`plan.forms`) run together: a bank has one entry for each program, with the numbers and vectors that differ
+between programs, and each row gathers its own entry.
 
 Legend: R rows, P programs.
 """
@@ -22,7 +22,7 @@ from midstream.plan.program import Program
 from midstream.plan.rowwise import on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
 
-_MEMORY = 1 << 27  # numbers of all rows that are in memory at once
+_MEMORY = 1 << 27  # the most numbers of all rows that are in memory at once
 _MOST_TRIED = 1 << 14
 _tried: set[tuple[str, torch.device]] = set()
 _held: weakref.WeakValueDictionary[tuple[str, torch.device], torch.Tensor] = weakref.WeakValueDictionary()
@@ -30,12 +30,12 @@ _data: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDiction
 
 
 def hold(digest: str, data: torch.Tensor) -> None:
-    """Have constants without data find theirs, flat uint8, as long as somebody else holds it."""
+    """Let constants without data find theirs, flat uint8. The caller keeps the tensor alive."""
     _data[digest] = data
 
 
 def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
-    """A constant on a device, there once for all that use it. Raises PlanError for one whose data the engine should hold."""
+    """A constant on a device; all users share one tensor. Raises PlanError if the engine should hold its data and does not."""
     key = constant.digest, device
     known = _held.get(key)
     if known is None:
@@ -52,7 +52,7 @@ def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
 
 
 def try_out(program: Program, device: torch.device) -> None:
-    """Run it once on zeros: an operation may lack a kernel for a dtype. Raises PlanError."""
+    """Run a program once on zeros, since an operation may lack a kernel for a dtype. Raises PlanError."""
     key = program.digest, device
     if key in _tried:
         return
@@ -70,7 +70,7 @@ def try_out(program: Program, device: torch.device) -> None:
 
 
 def run(program: Program, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
-    """The program's result for rows, in their dtype; they are left as they are. `further`: as for `Bank.run`."""
+    """The program's result for rows, in their dtype; the rows are unchanged. `further`: as in `ProgramBank.run`."""
     return run_together([program], None, x_RH, *further)
 
 
@@ -81,17 +81,17 @@ def run_together(
 
     Args:
         programs: of one form.
-        which_R: int64 `[R]` on the rows' device, the number of each row's program; None if there is only one.
-        further: as for `Bank.run`.
+        which_R: int64 `[R]` on the rows' device, the index of each row's program; None if there is only one.
+        further: as in `ProgramBank.run`.
     """
-    bank = Bank(programs[0], len(programs), x_RH.device)
+    bank = ProgramBank(programs[0], len(programs), x_RH.device)
     for place, program in enumerate(programs):
         bank.put(place, program)
     return bank.run(x_RH, which_R, *further)
 
 
 def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The bits of results `[R, ...]` as rows of a dtype, one after the other."""
+    """The bits of results `[R, ...]` as rows of a dtype, one result after the other."""
     rows = len(results[0])
     flat = [_copied(result.reshape(rows, -1)).view(torch.int16) for result in results]
     words = torch.cat(flat, 1) if len(flat) > 1 else flat[0]
@@ -100,7 +100,7 @@ def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def _copied(rows: torch.Tensor) -> torch.Tensor:
-    """A copy whose bits can be viewed in another dtype. `contiguous` leaves a single row, or a single column, with any strides."""
+    """A copy whose bits can be viewed in another dtype. `contiguous` would keep the strides of a single row or column."""
     return rows.clone(memory_format=torch.contiguous_format)
 
 
@@ -115,10 +115,10 @@ def unpacked(program: Program, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
-class Bank:
-    """Programs of one form, ready to run on rows: what they have in common, and in `[P, ...]` what may differ between them.
+class ProgramBank:
+    """Programs of one form, ready to run on rows: their common part, and tensors `[P, ...]` of the parts that differ.
 
-    The tensors stay where they are, so a CUDA graph may read them.
+    The tensors keep their addresses, so a CUDA graph may read them.
 
     Args:
         program: one of the form.
@@ -141,7 +141,7 @@ class Bank:
                 self._banks[slot] = torch.zeros(capacity, dtype=number, device=device)
 
     def put(self, place: int, program: Program) -> None:
-        """Have the rows with this place use `program`."""
+        """Make the rows with this place use `program`."""
         for slot, value in program.form.slots.items() if self.capacity > 1 else ():
             if isinstance(value, Const):
                 self._banks[slot][place].copy_(tensor_of(program.constants[value.place], self._device))
@@ -149,10 +149,10 @@ class Bank:
                 self._banks[slot][place] = value
 
     def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None, *further: torch.Tensor) -> torch.Tensor:
-        """The rows' results in their dtype, `[R, width]`; of a program that a capture keeps, packed, in the program's dtype.
+        """The rows' results in their dtype, `[R, width]`; the packed results of a capture's program, in the program's dtype.
 
         Args:
-            which_R: `[R]`, the place of each row's program; not looked at if there is one place.
+            which_R: `[R]`, the place of each row's program; ignored if there is one place.
             further: `[R, width]`, the rows of each further input.
         """
         which_R = which_R if self._banks else None
@@ -198,7 +198,7 @@ class Bank:
     def _with_own(
         self, step: Step, args: list[Any], kwargs: Any, own: dict[int, torch.Tensor], which_R: torch.Tensor, number: int
     ) -> torch.Tensor:
-        """A step in which each row has numbers of its own."""
+        """The result of a step in which each row has its own numbers."""
         meta = self._checked.results[number].meta
         if step.op in ("mv.default", "mm.default"):
             right_RHK = own[1][which_R].reshape(len(which_R), args[0].shape[1], -1)
@@ -209,9 +209,8 @@ class Bank:
                 args[0] = args[0] if meta.dtype == torch.bool else args[0].to(bank.dtype)
                 args[place] = each_R.to(args[0].dtype).reshape(-1, *[1] * (meta.ndim - 1))
                 continue
-            axes = (
-                each_R.shape[1:] if each_R.ndim <= meta.ndim else each_R.shape[2:]
-            )  # a first axis of 1 stands for the rows
+            # A first axis of 1 stands for the rows.
+            axes = each_R.shape[1:] if each_R.ndim <= meta.ndim else each_R.shape[2:]
             args[place] = each_R.reshape(-1, *[1] * (meta.ndim - 1 - len(axes)), *axes)
         name = step.op.partition(".")[0]
         function = getattr(torch.ops.aten, name) if any(bank.ndim == 1 for bank in own.values()) else overload(step.op)

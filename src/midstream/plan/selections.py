@@ -1,4 +1,4 @@
-"""Which rows of a request are captured: selectors, as plans name them, and the `Selection` that they make for one request.
+"""Which rows of a request are captured: selectors, which plans name, and the `Selection` that they make for one request.
 
 A selector from outside the package is one class:
 
@@ -37,11 +37,11 @@ _kinds: dict[str, type[Selector]] = {}
 class Selector:
     """Base of selectors: frozen dataclasses of strings, numbers, booleans, None and tuples of these.
 
-    A selector chooses by position alone, and always alike: the engine asks it for each step, and the client for the whole request.
+    A selector must depend on positions only and always decide alike: the engine asks it in each step, and the client for the whole request.
 
     Attributes:
-        kind: its name on the wire, of this class alone.
-        selects_generated: whether it may select rows of generated tokens, which it does if its class defines `of_generated`.
+        kind: its unique name on the wire.
+        selects_generated: whether it may select rows of generated tokens: true if its class defines `of_generated`.
     """
 
     kind: ClassVar[str] = ""
@@ -64,11 +64,11 @@ class Selector:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its fields, as they are sent."""
+        """Its fields in their wire form."""
         return fields.plain(type(self).__name__, dataclasses.asdict(self))  # type: ignore[call-overload, no-any-return]
 
     def checked(self) -> Self:
-        """Itself. Raises PlanError unless it is as this class says."""
+        """Itself. Raises PlanError unless it meets the conditions of this class."""
         allowed = "a frozen dataclass of plain data, with a kind"
         try:
             hash(self), self.options
@@ -87,7 +87,7 @@ def _installed() -> None:
 
 
 def made(place: str, kind: Any, options: dict[str, Any]) -> Selector:
-    """The selector of this kind. Raises PlanError if there is none, or if it refuses the options."""
+    """The selector of this kind. Raises PlanError if the kind is unknown, or if the selector refuses the options."""
     _installed()
     if not isinstance(kind, str) or kind not in _kinds:
         own = f"a selector of your own needs an entry point in the group {GROUP!r}, installed where the engine runs"
@@ -144,7 +144,7 @@ def selector_of(positions: Any) -> Selector:
 
 
 def selected_of_prompt(positions: Any, length: int) -> np.ndarray:
-    """bool `[length]`, which positions of a prompt a `Capture` with these positions selects. Raises PlanError, as `Selection.of`."""
+    """bool `[length]`: the positions of a prompt that a `Capture` with these positions selects. Raises PlanError, as `Selection.of`."""
     selector = selector_of(positions)
     return _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
 
@@ -155,8 +155,8 @@ class Selection(NamedTuple):
     Attributes:
         prompt: int64, the selected positions of the prompt, ascending.
         length: of the prompt.
-        generated: select rows of generated tokens.
-        dtype: that the rows are given in; None for the model's.
+        generated: selectors of the generated tokens' rows.
+        dtype: of the returned rows; None for the model's.
     """
 
     prompt: np.ndarray
@@ -166,10 +166,10 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, positions: Any, length: int, dtype: str | None = None) -> Selection:
-        """What a `Capture` with these positions selects for a prompt of `length` tokens.
+        """The rows that a `Capture` with these positions selects for a prompt of `length` tokens.
 
-        Raises PlanError for a position outside of the prompt, for a span that has not been resolved to positions, and for a selector that
-        does not return a bool for each position.
+        Raises PlanError for a position outside of the prompt, for an unresolved span, and for a selector that does not return a bool for
+        each position.
         """
         selector = selector_of(positions)
         if selector.selects_generated:
@@ -178,7 +178,7 @@ class Selection(NamedTuple):
         return cls(np.flatnonzero(selected_of_prompt(positions, length)), length, generated, dtype)
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
-        """Which of the positions are selected. Raises CaptureError for a selector that does not say so."""
+        """Which of the positions are selected. Raises CaptureError for a selector that does not return a bool for each."""
         keep = np.zeros(positions.size, bool)
         if self.prompt.size:
             place = np.searchsorted(self.prompt, positions)
@@ -189,7 +189,7 @@ class Selection(NamedTuple):
         return keep
 
     def below(self, stop: int | None) -> np.ndarray:
-        """All selected positions below `stop`; without a stop, only those of the prompt are known."""
+        """All selected positions below `stop`. If it is None, those of the prompt, since the number of generated tokens is unknown."""
         if stop is None:
             return self.prompt
         generated = np.arange(self.length, stop)
@@ -213,7 +213,7 @@ def _chosen(
     positions: np.ndarray,
     *more: int,
 ) -> np.ndarray:
-    """What a selector's method returns. Raises `error` unless that is a bool for each position."""
+    """The return value of a selector's method. Raises `error` unless it is a bool for each position."""
     try:
         found = np.asarray(choose(positions, *more))
     except MidstreamError:

@@ -31,7 +31,7 @@ _MOST_AXES = 6
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The result of a step, or of one of its results; the input if `step` is -1, and further inputs from -2 down."""
+    """The result of a step, or one of its results; step -1 is the input, and -2 and below are further inputs."""
 
     step: int
     out: int | None = None
@@ -39,14 +39,14 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A constant, by its place among the program's."""
+    """A constant, by its index among the program's."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A size: the number of rows, times a number."""
+class RowCount:
+    """A size: a multiple of the number of rows."""
 
     times: int = 1
 
@@ -67,8 +67,8 @@ class Step(NamedTuple):
 
     Attributes:
         op: the name of an overload of PyTorch's aten operations: "mul.Tensor".
-        args, kwargs: of None, booleans, numbers, strings, the classes above, and tuples of these.
-        line: of the code that it was made from; 0 if unknown. Programs that differ in lines alone are equal.
+        args, kwargs: None, booleans, numbers, strings, the classes above, and tuples of these.
+        line: of the code that it was made from; 0 if unknown. Programs that differ only in lines are equal.
     """
 
     op: str
@@ -78,7 +78,7 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{fields.shown(self.op)[1:-1]}{f' (line {self.line})' if self.line else ''}"
 
 
@@ -91,7 +91,8 @@ class Constant:
         shape: its sizes.
         data: little-endian bytes; None if the engine holds them.
         digest: of dtype, shape and data.
-        held: of the data alone, under which the engine holds them, as weights of traces (`trace.weights`); empty if it does not.
+        held: the digest of the data alone, under which the engine holds it, like the weights of traces (`trace.weights`); empty if it does
+            not.
     """
 
     dtype: str
@@ -133,11 +134,11 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Constant:
-        """A tensor's content. Raises PlanError for a dtype that constants do not have, NaN and infinity.
+        """A constant with a tensor's content. Raises PlanError for an unsupported dtype, NaN and infinity.
 
-        The content of lazy copies is read once, as long as its constant is in use.
+        The content of lazy copies is read only once while its constant is in use.
         """
-        from midstream.lazy import lazy_copy, unwritten
+        from midstream.tree import lazy_copy, unwritten
 
         place = unwritten(tensor)
         if place is None:
@@ -145,7 +146,7 @@ class Constant:
         known = _of_lazy.get(place)
         if known is None:
             known = _of_lazy[place] = cls._read(lazy_copy(tensor))
-            object.__setattr__(known, "_copy", lazy_copy(tensor))  # so that the place stays this content's
+            object.__setattr__(known, "_copy", lazy_copy(tensor))  # reserves the place for this content
         return known
 
     @classmethod
@@ -158,7 +159,7 @@ class Constant:
 
     @property
     def numbers(self) -> np.ndarray:
-        """All its numbers in one axis; of bfloat16 their bits. It has to have data."""
+        """All its numbers in one axis; of bfloat16 their bits. The constant must have data."""
         return np.frombuffer(self.data or b"", _NUMPY[self.dtype])
 
     @property
@@ -166,7 +167,7 @@ class Constant:
         return math.prod(self.shape) * SIZES[self.dtype]
 
     def without_data(self) -> Constant:
-        """The same for an engine that holds its data."""
+        """The same constant for an engine that holds its data."""
         held = hashlib.blake2b(self.data or b"", digest_size=32).hexdigest()
         return Constant(self.dtype, self.shape, None, self.digest, held)
 
@@ -180,28 +181,7 @@ class Constant:
         return f"Constant({self.dtype}, {list(self.shape)}, {self.digest[:8]})"
 
 
-_of_lazy: WeakValueDictionary[Any, Constant] = WeakValueDictionary()  # by where the content lies, and its form
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Parts:
-    """What a program consists of.
-
-    Attributes:
-        width: of the rows that it takes and returns; heads are side by side.
-        dtype: in which it computes: its input has it.
-        steps: in their order.
-        result: of which step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
-        constants: that its steps use.
-        inputs: the widths of further inputs: values of other sites, row by row.
-    """
-
-    width: int
-    dtype: str
-    steps: tuple[Step, ...]
-    result: Ref | tuple[Ref, ...]
-    constants: tuple[Constant, ...] = ()
-    inputs: tuple[int, ...] = ()
+_of_lazy: WeakValueDictionary[Any, Constant] = WeakValueDictionary()  # by the content's address and layout
 
 
 def written(arg: Any) -> Any:
@@ -215,7 +195,7 @@ def written(arg: Any) -> Any:
             return {"step": arg.step} | ({} if arg.out is None else {"out": arg.out})
         case Const():
             return {"constant": arg.place}
-        case Rows():
+        case RowCount():
             return {"rows": arg.times}
         case DType():
             return {"dtype": arg.name}

@@ -1,4 +1,4 @@
-"""Plans: what to do to a request, as data.
+"""Plans: edits and captures of a request, as data.
 
     plan = [
         Steer("resid_post", layers=[14], vector=v, scale=4.0, phase="decode"),
@@ -6,14 +6,14 @@
     ]
     model.generate(prompts, plan=plan)
 
-Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). At one
-site the order is: capture before, patches, steers, clamps, programs, capture after. `ops` has one file for each kind of edit.
+Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). The order
+at a site is: capture before, patches, steers, clamps, programs, capture after. `ops` has one file for each kind of edit.
 
-A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the
-engine holds.
+A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the engine
+holds.
 
 Plans that do the same to the same rows, bit for bit, have the same normal form and hash. In the normal form each edit has one layer, and
-one position or none. Edits that change nothing are left out. Edits whose order does not matter are sorted, so that their float32 sum is
+one position or none. Edits that change nothing are omitted. Edits whose order does not matter are sorted, so that their float32 sum is
 always taken in the same order; the others keep their order at each site.
 """
 
@@ -97,7 +97,7 @@ class Plan:
 
     @classmethod
     def of(cls, given: Any) -> Plan:
-        """A plan from a Plan, an intervention, an iterable of these, None for nothing, or a wire form (dict or JSON).
+        """A plan from a Plan, an intervention, an iterable of these, None for an empty plan, or a wire form (dict or JSON).
 
         Raises PlanError for anything else.
         """
@@ -136,7 +136,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, trusted: bool = True) -> Plan:
-        """The plan that `to_json` or a person wrote. Raises PlanError for anything else."""
+        """The plan in JSON from `to_json` or written by hand. Raises PlanError for anything else."""
         return cls(wire.from_json(text, trusted=trusted))
 
     @cached_property
@@ -157,8 +157,8 @@ class Plan:
         """The normal form: edits in the order in which they act at a site, then captures.
 
         Args:
-            num_layers: the model's, which `layers="all"` stands for; None leaves "all" as it is.
-            prompt_length: in tokens, for positions that count from the end; None leaves them as they are.
+            num_layers: the model's, which `layers="all"` stands for; None keeps "all".
+            prompt_length: in tokens, for positions that count from the end; None keeps them.
 
         Raises:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
@@ -177,12 +177,12 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Of the normal form; 32 hexadecimal digits. In `plan.normal(num_layers).hash`, "all" equals the layers listed."""
+        """The hash of the normal form, 32 hexadecimal digits. In `plan.normal(num_layers).hash`, "all" equals the layers listed."""
         return digest("\n".join(map(encoded, self.normal().interventions)).encode())
 
     @cached_property
     def held(self) -> tuple[Plan, dict[str, bytes]]:
-        """The same for an engine that holds large constants of its programs, and these: see `Program.held`."""
+        """The plan for an engine that holds large constants of its programs, and these constants' data: see `Program.held`."""
         items, data = list[Intervention](), dict[str, bytes]()
         for item in self.interventions:
             if item.its_program is not None and item.function is not None:
@@ -213,7 +213,7 @@ def _normal_edits(edits: Sequence[Edit], num_layers: int | None, prompt_length: 
 
 
 def _order_of(edits: Sequence[Edit]) -> Callable[[Edit], Any]:
-    """The sort key for edits of one kind. Edits that may trade places are sorted; the others keep their order."""
+    """The sort key for edits of one kind. It sorts edits that commute; the others keep their order."""
     if edits[0].adds:
         return lambda edit: (_point(edit), encoded(edit))
     if any(edit.at_layers == "all" for edit in edits):  # "all" may include the other edits' layers
@@ -236,7 +236,8 @@ def encoded(item: Intervention) -> str:
 
 
 def _encoded(field: str, value: Any) -> Any:
-    if value is None or type(value) in (bool, int, float, str):  # the quick case: a plan may have thousands of fields
+    # The common case first, since a plan may have thousands of fields.
+    if value is None or type(value) in (bool, int, float, str):
         return value
     match value:
         case Vector():
@@ -270,7 +271,7 @@ def _encoded(field: str, value: Any) -> Any:
 
 
 def has_spans(plan: Plan) -> bool:
-    """Whether `resolve_spans` has something to do."""
+    """Whether the plan has spans to resolve."""
     return any(isinstance(item.place, Span) for item in plan.interventions)
 
 
@@ -279,11 +280,11 @@ def resolve_spans(plan: Plan, text: str, offsets: Sequence[tuple[int, int]]) -> 
 
     Args:
         text: the prompt.
-        offsets: for each token the characters `[begin, end)` that it stands for, as tokenizers give them with
-            `return_offsets_mapping`; begin = end for tokens without text, such as the one that begins the sequence.
+        offsets: for each token its characters `[begin, end)`, as tokenizers return them with `return_offsets_mapping`; begin = end for
+            tokens without text, such as the one that begins the sequence.
 
     Raises:
-        PlanError: the text does not stand there so often, or no token overlaps it.
+        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it.
     """
     return Plan(tuple(_resolved(item, text, offsets) for item in plan.interventions))
 
@@ -297,15 +298,15 @@ def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]])
 
 
 def counted_from_0(plan: Plan, num_layers: int) -> Plan:
-    """The plan with layers that were counted from the model's end counted from 0. Raises PlanError for a layer that is there twice."""
+    """The plan with all layers counted from 0 instead of from the model's end. Raises PlanError for a layer that occurs twice."""
     items = tuple(item.counted_from_0(num_layers) for item in plan.interventions)
     return Plan(items) if any(a is not b for a, b in zip(items, plan.interventions, strict=True)) else plan
 
 
 def with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:
-    """The plan with each named vector's digest from `digests`, and None for names that are not there.
+    """The plan with each named vector's digest from `digests`, and None for names that are missing there.
 
-    Digests key the prefix cache, so the owner of the vectors sets them, whatever the request claims.
+    Digests key the prefix cache, so the owner of the vectors sets them, and overrides digests in the request.
     """
     return Plan(tuple(_with_digests(item, digests) for item in plan.interventions))
 
@@ -321,10 +322,10 @@ def _with_digests(item: Intervention, digests: Mapping[str, str]) -> Interventio
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What checks need to know of a model. Unknown facts are empty, and are not checked.
+    """The facts about a model that checks use. Unknown facts are empty, and are not checked.
 
     Attributes:
-        num_layers: of all pipeline stages together; 0 if not known.
+        num_layers: of all pipeline stages together; 0 if unknown.
         widths: (site, layer) -> the site's width, for every site that the model has.
         dtype: of the activations, as in "bfloat16".
         stages: the first layer of each pipeline stage.
@@ -336,7 +337,7 @@ class ModelFacts:
     stages: Sequence[int] = ()
 
     def are_together(self, one: Point, other: Point) -> bool:
-        """Whether one pipeline stage has both."""
+        """Whether one pipeline stage owns both points."""
         return bisect_right(self.stages, one[1]) == bisect_right(self.stages, other[1])
 
 
@@ -355,12 +356,12 @@ def check(
     Args:
         facts: of the model.
         prompt_length: in tokens.
-        max_tokens: that the request may generate.
+        max_tokens: the most tokens that the request may generate.
         vectors: name -> width of the engine's named vectors.
         runs: name -> id of the engine's recorded runs.
-        multimodal: whether the prompt has parts other than text, which move positions.
+        multimodal: whether the prompt has parts other than text, which shift positions.
 
-    An argument that is None is not known, and not checked.
+    An argument that is None is unknown, and is not checked.
     """
     _check_size(plan, facts.num_layers)
     for item in plan.interventions:
@@ -391,7 +392,7 @@ def check(
 
 
 def check_strangers(plan: Plan, num_layers: int) -> None:
-    """Raise PlanError for a plan that would make other requests wait too long."""
+    """Raise PlanError for an untrusted plan that would make other requests wait too long."""
     count = sum(_count(item, num_layers) for item in plan.interventions)
     if count > wire.MAX_STRANGERS_EDITS:
         counted = "counted once for each layer and listed position"
@@ -403,15 +404,15 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
     if work > wire.MAX_STRANGERS_WORK:
         allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
         raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
-    if len(kept := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
+    if len(inputs := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
         allowed = f"up to {wire.MAX_STRANGERS_INPUTS} over HTTP"
-        raise fields.refuse("the plan", f"programs with {len(kept)} different further inputs", allowed)
+        raise fields.refuse("the plan", f"programs with {len(inputs)} different further inputs", allowed)
 
 
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
-    """The message of a `NotFiniteError` for a request whose plan made its activations infinite or NaN."""
+    """The message of a `NotFiniteError` for a request whose activations became infinite or NaN through its plan or its trace."""
     if broken.point is not None:
-        cause = "what the request writes there makes them so"
+        cause = "the request's edit there makes them so"
     else:
         places = dict.fromkeys(map(_shown_place, plan.edits))
         cause = f"its plan edits {', '.join(islice(places, 8))}{', ...' if len(places) > 8 else ''}"
@@ -437,7 +438,7 @@ def _check_size(plan: Plan, num_layers: int) -> None:
 
 
 def _count(item: Intervention, num_layers: int) -> int:
-    """An intervention, counted once for each layer and listed position."""
+    """How many edits or captures an intervention is, counted once for each layer and listed position."""
     positions = len(item.place) if isinstance(item.place, tuple) else 1
     return positions * (num_layers if item.at_layers == "all" else len(item.at_layers))
 
@@ -478,7 +479,7 @@ def _check_width(
 
 
 def _check_further(item: Intervention, program: Program, layers: Iterable[int], facts: ModelFacts) -> None:
-    """Raise PlanError for further inputs that the model does not have, or not when they are needed."""
+    """Raise PlanError for further inputs that the model lacks, or that it does not compute early enough or on the same stage."""
     for i, (point, width) in enumerate(zip(item.further, program.inputs, strict=True)):
         place, given = f"{item.label('inputs')}[{i}]", fields.shown(point)
         if facts.widths and facts.widths.get(point) != width:
@@ -502,7 +503,7 @@ def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, 
         return
     hint = fields.nearest(name, vectors)
     if name in runs and field in edit.run_operands:
-        hint = f"a recorded run is given itself: source=model.runs[{name!r}], or what model.record returned"
+        hint = f"pass the recorded run itself: source=model.runs[{name!r}], or the handle from model.record"
     raise PlanError(f"{edit.label(field)}: the engine has no vector {name!r}; {hint}", field=edit.label(field))
 
 

@@ -1,6 +1,6 @@
 """The operands of edits: vectors, names of vectors that the engine holds, and recorded runs.
 
-Named vectors come from safetensors files, which hold numbers and no code:
+Named vectors come from safetensors files, which contain numbers and no code:
 
     vectors = load_vectors("calm.safetensors")
     model.set_vectors(vectors)
@@ -37,8 +37,8 @@ class Vector:
     """A vector of float32. Vectors are equal if all their bits are.
 
     Attributes:
-        data: `[hidden]`, little-endian float32, read-only; a copy of the given tensor (of any float or whole-number type, on any
-            device), numpy array or list. Raises PlanError for NaN, infinity, any other shape.
+        data: `[hidden]`, little-endian float32, read-only; a copy of the given tensor (of any float or integer type, on any device), numpy
+            array or list. Raises PlanError for NaN, infinity, and any other shape.
         field: its name in messages.
     """
 
@@ -74,8 +74,8 @@ class Named:
     """A vector that the engine holds under a name.
 
     Attributes:
-        digest: the `Vector.digest` of the engine's vector; None if it is not known yet. It keys the prefix cache, so the engine sets
-            it itself (`values.with_digests`) and ignores a given one.
+        digest: the `Vector.digest` of the engine's vector; None if it is unknown. It keys the prefix cache, so the engine sets it
+            (`values.with_digests`) and ignores a given one.
     """
 
     name: str
@@ -102,7 +102,9 @@ class Zeros:
 def as_vector_or_name(
     field: str, value: Any, shape: Callable[[np.ndarray, str], np.ndarray] | None = None
 ) -> Vector | Named:
-    """A vector as users give it: numbers `[hidden]`, or a name. `shape` checks and changes the numbers; with it, booleans are 1 and 0."""
+    """A vector in any form that users may give: numbers `[hidden]`, or a name. `shape` checks and changes the numbers; with it, booleans
+    are 1 and 0.
+    """
     if isinstance(value, Named):
         return value
     if isinstance(value, str) and value:
@@ -117,7 +119,7 @@ def as_vector_or_name(
 
 
 def as_unit(vector: np.ndarray, field: str) -> np.ndarray:
-    """The vector at length 1, float32; itself if it has that length up to rounding. Raises PlanError for zero."""
+    """The vector at length 1, float32; itself if its length is 1 up to rounding. Raises PlanError for zero."""
     exact = vector.astype(np.float64)
     length = float(np.linalg.norm(exact))
     if length == 0.0:
@@ -133,14 +135,14 @@ def as_mask(mask: np.ndarray, field: str) -> np.ndarray:
 
 
 def is_zero(vector: object) -> bool:
-    """Whether it is known to be all zeros; a name is not."""
+    """Whether the vector is known to be zero; false for a name."""
     return isinstance(vector, Vector) and not vector.data.any()
 
 
 def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
     """The vectors of a safetensors file: every tensor in it, each of shape `[hidden]` and a floating dtype.
 
-    Raises PlanError for any other file, or a tensor of another shape or dtype, or with NaN or infinity.
+    Raises PlanError for any other file, and for a tensor of another shape or dtype, or with NaN or infinity.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -153,7 +155,7 @@ def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
 
 
 def read_vectors(data: bytes, place: str) -> dict[str, Vector]:
-    """The same from the bytes of a safetensors file; `place` names them in messages."""
+    """The vectors in the bytes of a safetensors file, as `load_vectors`; `place` names them in messages."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -180,7 +182,7 @@ def written_vectors(vectors: Mapping[str, Any]) -> bytes:
 
 
 def save_vectors(vectors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write vectors `[hidden]` (Vector, tensor, array or list) as float32 to a safetensors file, whole or not at all."""
+    """Write vectors `[hidden]` (Vector, tensor, array or list) as float32 to a safetensors file, completely or not at all."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -202,7 +204,7 @@ class RecordedRun:
         name: the user's name for it.
         id: unique over engines and time.
         prompt_token_ids: the prompt.
-        sites, layers, positions: it has a row for each combination; positions count from the prompt's start, ascending.
+        sites, layers, positions: the run has a row for each combination; positions count from the prompt's start, ascending.
     """
 
     name: str
@@ -230,7 +232,7 @@ def _finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.nda
     """A tensor, an array or a list `[hidden]` or `[1, hidden]` as a read-only float32 copy `[hidden]`.
 
     Args:
-        booleans: whether True and False count as 1 and 0, as masks have them.
+        booleans: whether True and False count as 1 and 0, for masks.
     """
     allowed = "numbers of shape [hidden]"
     array = _array(field, value, allowed)

@@ -6,9 +6,9 @@
      "programs": {DIGEST: ...}, "constants": {DIGEST: {"dtype": ..., "shape": [...], "data": bytes or base64}},
      "runs": {ID: {"name": ..., "prompt_token_ids": [...], "sites": [...], "layers": [...], "positions": [...]}}}
 
-Fields that are left out have their defaults. A vector may also be written as a list of numbers, as a name, or packed as
-`{"data": base64, "dtype": "float32" | "float16" | "bfloat16", "shape": [hidden]}`, little-endian. Input may come from anybody:
-every key, type and size is checked, here and by the constructors, and digests are computed, not believed.
+Missing fields have their defaults. A vector may also be written as a list of numbers, as a name, or packed as `{"data": base64, "dtype":
+"float32" | "float16" | "bfloat16", "shape": [hidden]}`, little-endian. The input is not trusted: this module and the constructors check
+every key, type and size, and compute the digests.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MAX_PROGRAMS = 1 << 10
 MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
 MAX_STRANGERS_WORK = 1 << 20  # numbers that its programs compute for each token, at all layers together
-MAX_STRANGERS_INPUTS = 8  # different values that its programs read beside their own
-_ITEM_BYTES = 8  # for a number, a list or a dict in it
+MAX_STRANGERS_INPUTS = 8  # different values of other sites that its programs read
+_ITEM_BYTES = 8  # counted for each number, list and dict
 _MAX_DEPTH = 16
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
 _RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
@@ -60,7 +60,7 @@ def to_wire(interventions: Sequence[Intervention]) -> dict[str, Any]:
 
 
 def to_json(interventions: Sequence[Intervention]) -> str:
-    """The same as JSON, with vectors in base64."""
+    """The wire form as JSON, with vectors in base64."""
     return json.dumps(to_wire(interventions), allow_nan=False, default=lambda data: base64.b64encode(data).decode())
 
 
@@ -111,7 +111,7 @@ def _fields_of(intervention: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def from_json(text: str, *, trusted: bool = True) -> tuple[Intervention, ...]:
-    """The plan that `to_json` or a person wrote. `trusted` as for `from_wire`. Raises PlanError for anything else."""
+    """The plan in JSON from `to_json` or written by hand. `trusted` as in `from_wire`. Raises PlanError for anything else."""
     if not isinstance(text, str):
         raise fields.refuse("the plan", fields.shown(text), "JSON as a string")
     if not trusted:
@@ -129,12 +129,12 @@ def from_wire(
     """The plan that `to_wire` wrote.
 
     Args:
-        trusted: False for a stranger's plan. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers of the
-            machine that reads it, and may not vouch for the content of named vectors.
-        named_runs: runs that it may refer to by these names and ids, whatever it says of them itself.
+        trusted: False for a plan from an untrusted client. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers
+            of the machine that reads it, and may not claim digests of named vectors.
+        named_runs: runs that it may refer to by these names and ids; they override the plan's own data about runs.
 
     Raises:
-        PlanError: anything is wrong. The message names the place, the given value and what is allowed.
+        PlanError: anything is wrong. The message names the place, the given value and the allowed ones.
     """
     if not trusted:
         _check_size(wire)
@@ -144,12 +144,12 @@ def from_wire(
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
     vectors, runs = _vectors(wire.get("vectors", {})), {**_runs(wire.get("runs", {})), **(named_runs or {})}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
-    reader = _Reader(trusted, vectors, runs, _programs(wire, trusted))
+    reader = _PlanReader(trusted, vectors, runs, _programs(wire, trusted))
     return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
 
 
 def _check_size(given: Any) -> None:
-    """Raise PlanError for more than a stranger may send, after a look at no more than that."""
+    """Raise PlanError for a plan that is larger than an untrusted client may send. Stops looking at the limit."""
     size, depth, level = 0, 0, [given]
     while level:
         if depth > _MAX_DEPTH:
@@ -205,7 +205,7 @@ def _runs(table: Any) -> dict[str, RecordedRun]:
         with fields.errors_at(place):
             try:
                 read[key] = _made_run(run["name"], key, *lists)
-            except TypeError:  # not hashable, so not what a run has
+            except TypeError:  # not hashable, and so not a run's data; the constructor says why
                 read[key] = RecordedRun(run["name"], key, *lists)
     return read
 
@@ -214,8 +214,8 @@ _made_run = functools.lru_cache(16)(RecordedRun)  # a sweep's thousands of plans
 
 
 @dataclasses.dataclass
-class _Reader:
-    """Reads interventions. Their constructors check what lies beyond the form."""
+class _PlanReader:
+    """Reads interventions. Their constructors check the values; this class checks the form."""
 
     trusted: bool
     vectors: dict[str, Vector]

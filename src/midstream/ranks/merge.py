@@ -27,8 +27,8 @@ import torch
 
 from midstream.errors import NeverReachedError, StageMismatchWarning
 from midstream.sites import LAYER_SITES, MODEL_SITES
-from midstream.trace.program import Outcome
-from midstream.trace.remote import Absent
+from midstream.trace.outcome import Outcome
+from midstream.trace.parallel import Absent
 
 # How much two stages' results of one computation may differ because they were summed in different orders, relative to the largest
 # entry. A float32 tensor or a Python number was often computed in bfloat16.

@@ -17,7 +17,7 @@ from midstream.errors import SourceUnavailableError, StageFailedError, text_of
 from midstream.ranks.link import Fetch, Link
 from midstream.sites import Key
 from midstream.trace.forward import LAST_POINTS
-from midstream.trace.remote import CALL, Claim, Place, Stage
+from midstream.trace.parallel import CALL, Claim, Origin, Stage
 from midstream.tree import Opaque, map_tensors
 
 _STAGE_MOMENTS = 1 << 40  # larger than the number of inputs and outputs in one stage's forward
@@ -156,7 +156,7 @@ class Stages(Stage):
 
     # Values.
 
-    def share(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
+    def publish(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
         """Compute a value of this stage and publish a copy of it. If that raises, the other stages get an error."""
         try:
             found = value()
@@ -200,7 +200,7 @@ class Stages(Stage):
             self.link.waive(stage, numbers)
         self.link.end_step()
 
-    def fetch(self, place: Place) -> Fetch:
+    def fetch(self, place: Origin) -> Fetch:
         """Request another stage's value. Returns at once."""
         return self.link.fetch(place.stage, place.body, place.number, place.ref)
 

@@ -31,11 +31,11 @@ from torch import nn
 
 from midstream.arch.blocks import is_a, is_linear
 from midstream.arch.detect import ShardFinder
-from midstream.arch.probe import Call, Leaf, Plant, Probe
+from midstream.arch.probe import Leaf, ModuleCall, Plant, Probe
 from midstream.errors import DivergedError, MidstreamError
 from midstream.ranks.link import Link
 from midstream.sites import Key, Kind
-from midstream.trace.remote import Peers, Shard
+from midstream.trace.parallel import Peers, Sharding
 from midstream.tree import Ref, map_tensors
 
 
@@ -175,7 +175,7 @@ class _Search:
         self._tokens = next((leaf.shape[-2] for leaf in _floating(linear.inputs) if len(leaf.shape) > 1), 0)
 
     def run(self) -> _Search:
-        moments: list[tuple[int, Kind, Call]] = [(call.started, "input", call) for call in self.probe.calls]
+        moments: list[tuple[int, Kind, ModuleCall]] = [(call.started, "input", call) for call in self.probe.calls]
         moments += [(call.ended, "output", call) for call in self.probe.calls]
         for _, kind, call in sorted(moments, key=lambda moment: moment[0]):
             if (call.path, kind) not in self.layouts:
@@ -183,7 +183,7 @@ class _Search:
         self.layouts = {place: leaves for place, leaves in self.layouts.items() if leaves}
         return self
 
-    def _look(self, kind: Kind, call: Call) -> None:
+    def _look(self, kind: Kind, call: ModuleCall) -> None:
         leaves = call.inputs if kind == "input" else call.returned
         told = self._by_class(kind, call)
         found = self.layouts[call.path, kind] = {}
@@ -199,7 +199,7 @@ class _Search:
                 if isinstance(layout, Summands) and leaf.snapshot is not None:
                     self._note_digest(kind, call, leaf)
 
-    def _note_digest(self, kind: Kind, call: Call, leaf: Leaf) -> None:
+    def _note_digest(self, kind: Kind, call: ModuleCall, leaf: Leaf) -> None:
         """Note the digest of experts' output and its copies: experts may have reduced it already. (Equal weights on all ranks hide it.)"""
         assert leaf.snapshot is not None
         digest = hashlib.blake2b(leaf.snapshot.cpu().numpy().tobytes()).digest()
@@ -212,7 +212,7 @@ class _Search:
         """Elements of one token."""
         return leaf.tensor.numel() if len(leaf.shape) == 1 else leaf.tensor.numel() // max(self._tokens, 1)
 
-    def _by_class(self, kind: Kind, call: Call) -> dict[Ref, Layout | None]:
+    def _by_class(self, kind: Kind, call: ModuleCall) -> dict[Ref, Layout | None]:
         """The layouts that follow from the module's class; None for a full tensor."""
         module, leaves = call.module, _floating(call.inputs if kind == "input" else call.returned)
         if is_a(module, "Attention"):
@@ -248,7 +248,7 @@ class _Search:
             return None
         return self._shards(*widths, replicas=getattr(module, "num_kv_head_replicas", 1))
 
-    def _attention(self, kind: Kind, call: Call, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
+    def _attention(self, kind: Kind, call: ModuleCall, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
         """The layouts of queries, keys and values."""
         module: Any = call.module
         beside = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
@@ -292,7 +292,7 @@ class _Search:
         axis = 1 if leaf.shape[0] == 1 and len(leaf.shape) > 1 and leaf.shape[1] == self._tokens else 0
         return leaf.tensor.stride(axis)
 
-    def _by_shape(self, call: Call, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
+    def _by_shape(self, call: ModuleCall, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
         """The layout of an input, for a module without children that returns its shape, or half of it as gated activations do.
 
         Only for shards: the function may be nonlinear, so summands cannot be passed through it.
@@ -341,13 +341,13 @@ class TensorParallel(Peers):
 
     # Full tensors.
 
-    def _shard(self, layout: Layout) -> Shard:
+    def _shard(self, layout: Layout) -> Sharding:
         def join(part: torch.Tensor, lead: int) -> torch.Tensor:
             return layout.join(self._gather(part.contiguous()), lead)
 
-        return Shard(join, lambda full, lead: layout.cut(full, self._link.rank, lead))
+        return Sharding(join, lambda full, lead: layout.cut(full, self._link.rank, lead))
 
-    def shards(self, key: Key) -> Mapping[Ref, Shard]:
+    def shards(self, key: Key) -> Mapping[Ref, Sharding]:
         return self._shards.get(key, {})
 
     def applied(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:

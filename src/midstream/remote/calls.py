@@ -13,10 +13,10 @@ import msgspec
 
 from midstream.capture.rows import Captured
 from midstream.errors import ChannelError, MidstreamError, RemoteError
-from midstream.lowering.kept import Ending
+from midstream.lowering.client_traces import Ending
 from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
-from midstream.trace.program import Failure, Outcome
+from midstream.trace.outcome import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.codec import NO_MESSAGE, data_kind
 from midstream.tree import map_objects

@@ -22,7 +22,7 @@ from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
 from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
-from midstream.lowering.kept import Ending
+from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering, lower_trace
 from midstream.plan.fields import nearest
 from midstream.plan.selections import Selector
@@ -48,7 +48,7 @@ from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
-from midstream.trace.program import ShippedCode
+from midstream.trace.shipping import ShippedCode
 from midstream.transport.wire import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables

@@ -1,6 +1,6 @@
-"""One request as the user asks for it: its plan checked against the model, its answers, its result.
+"""One request as the user asks for it: its plan, checked against the model, its answers, and its result.
 
-`TraceModel` makes an `Invoke` for each prompt; `Planner` checks its plan; the model runs it and gives an `InvokeResult`.
+`TraceModel` makes an `Invoke` for each prompt; `Planner` checks its plan; the model runs it and returns an `InvokeResult`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from midstream.requests.prompts import Prompt, encode, is_multimodal, offsets_of
 from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
-from midstream.trace.program import BlockProgram, Outcome, Program
+from midstream.trace.code import BlockProgram, TraceProgram
+from midstream.trace.outcome import Outcome
 
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
@@ -59,26 +60,26 @@ _INTERVENTIONS = (Edit, Capture)
 class Invoke:
     """One prompt, and the code and the plan that run on it.
 
-    On `LanguageModel`, code may also run on several prompts at once, or on all of its batch, for which the prompt is None.
+    On `LanguageModel`, code may also run on several prompts at once, or on its whole batch, for which the prompt is None.
 
     Attributes:
         answers: the answers to grade.
         is_elsewhere: whether its block is in another function than the trace, so that its names are not the caller's.
         collected: for a request of `model.collect`.
-        record: for a request of `model.record`, the run that its captured rows are kept as.
+        record: for a request of `model.record`, the run in which its captured rows are stored.
         edits: the programs of the edits that run before its own; None for all edits of the model.
         is_streamed: whether the caller can read saved values while the request runs. Only async engines use this.
     """
 
     prompt: Any
-    program: Program | None
+    program: TraceProgram | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     answers: Answers = field(default_factory=dict)
     is_elsewhere: bool = False
     collected: Collected | None = None
     record: RecordAs | None = None
-    edits: Sequence[Program] | None = None
+    edits: Sequence[TraceProgram] | None = None
     is_streamed: bool = True
 
     @property
@@ -113,7 +114,7 @@ class InvokeResult:
 
 
 def saves_of(own: Outcome | None, edits: Sequence[Outcome]) -> dict[str, Any]:
-    """The values that a request saved: its edits', then its own, which count if a name is the same."""
+    """The values that a request saved: those of its edits, overridden by its own."""
     every = [*edits, own] if own is not None else edits
     return {name: value for outcome in every for name, value in outcome.values.items()}
 
@@ -140,7 +141,7 @@ def raise_failures(results: list[InvokeResult]) -> None:
 def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
     """A group that is also an instance of the errors' common class, so that one `except` catches one error or several.
 
-    Of errors that are alike it has the first, so that each traceback is printed once.
+    The group contains only the first of equal errors, so that each traceback is printed once.
     """
     alike: dict[tuple[str, str], list[MidstreamError]] = {}
     for error in errors:
@@ -165,27 +166,22 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
 # Sampling parameters.
 
 _ASK_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_HARMLESS = (
-    "scan",
-    "validate",
-    "return_dict",
-    "pad_token_id",
-)  # others' parameters, which change no value here
-
+# Parameters of other libraries, which have no effect on values.
+_HARMLESS = ("scan", "validate", "return_dict", "pad_token_id")
 _TRANSFORMERS_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "num_return_sequences": "n"}
-# Parameters of transformers' generate -> how to write them.
+# Parameters of transformers' generate -> how to write them here.
 _SPELLED = {
     "generation_config": "give its values by name, as in temperature=0.6, top_k=20. The model's own are in use already.",
     "max_length": "give the number of generated tokens, max_tokens=.",
     "min_new_tokens": "on vLLM write min_tokens=.",
     "min_length": "on vLLM write min_tokens=, which counts generated tokens.",
-    "eos_token_id": "write stop_token_ids=[...], and ignore_eos=True to go on behind the model's own end.",
+    "eos_token_id": "write stop_token_ids=[...], and ignore_eos=True to continue after the model's own end.",
     "num_beams": "midstream has no beam search.",
 }
 
-_USUAL = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0}  # values that ask for nothing
+_USUAL = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0}  # values without effect
 
-# Arguments of a transformers model's forward -> what to do on vLLM, which has no such argument.
+# Arguments of a transformers model's forward -> the replacement on vLLM, which has no such argument.
 FORWARD_ARGUMENTS = {
     "output_hidden_states": "Read model.layers_output[i] in a trace, or capture resid_post with a plan.",
     "output_attentions": "Its attention kernels return no weights. Use LanguageModel(name, attn_implementation='eager').",
@@ -208,17 +204,18 @@ def sampling(
 ) -> dict[str, Any]:
     """Sampling parameters under vLLM's names, greedy unless one of them asks for sampling.
 
-    `temperature`, `top_p`, `top_k`, `min_p`, `n > 1` and `do_sample=True` ask for it; `do_sample=False` means greedy, whatever the others
-    say. `max_new_tokens`, `stop_strings` and `num_return_sequences` are transformers' names of `max_tokens`, `stop` and `n`.
+    `temperature`, `top_p`, `top_k`, `min_p`, `n > 1` and `do_sample=True` ask for it; `do_sample=False` means greedy and overrides them.
+    `max_new_tokens`, `stop_strings` and `num_return_sequences` are transformers' names of `max_tokens`, `stop` and `n`.
 
     Args:
-        max_tokens: how many there are if `params` do not say it.
-        defaults: of the model's generation configuration. A repetition penalty counts in any case, the others if tokens are sampled.
+        max_tokens: the default.
+        defaults: of the model's generation configuration. A repetition penalty always counts, the others if tokens are sampled.
 
     Raises:
-        ParameterError: a parameter of transformers' that is written in another way here.
+        ParameterError: a parameter of transformers' that has another name here.
     """
-    unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}  # as transformers has it
+    # transformers treats None as unset.
+    unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}
     unset |= {name for name in FORWARD_ARGUMENTS if not params.get(name)}
     given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
     if given.pop("remote", None):
@@ -282,7 +279,7 @@ def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_siz
         given: an answer (a text of one token, or a token id) or a list of answers for all prompts; or a list with a list for each prompt.
 
     Raises:
-        PromptError: an answer is not one token of the model, or there is not one list for each prompt.
+        PromptError: an answer is not one token of the model, or the number of lists differs from the number of prompts.
     """
 
     each = answers_by_prompt(given, prompts)
@@ -293,7 +290,7 @@ def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_siz
 
 
 def answers_by_prompt(given: Any, prompts: int) -> list[list[Any]]:
-    """The list of answers of each prompt; the same list where all have the same. Raises PromptError."""
+    """The list of answers of each prompt; the same list object for prompts that share it. Raises PromptError."""
     if not isinstance(given, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in given):
         return [_checked_answers(given)] * prompts
     if len(given) != prompts:
@@ -362,7 +359,7 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
 
 
 def _are_scales(given: Sequence[Any]) -> bool:
-    """Whether they are `Steer`s that differ in their scales only."""
+    """Whether they are `Steer`s that differ only in their scales."""
     same = {changed(each, scale=1.0) for each in given if isinstance(each, Steer)}
     return len(same) == 1 and all(isinstance(each, Steer) for each in given)
 
@@ -374,7 +371,7 @@ class PreparedPlan:
     Attributes:
         plan: with spans resolved to positions, and with the digests of named vectors.
         prompt: token ids.
-        routes: where captured rows go.
+        routes: the destinations of captured rows.
         facts: of the model that the plan was checked against.
     """
 
@@ -384,7 +381,7 @@ class PreparedPlan:
     facts: ModelFacts
 
     def no_rows(self) -> Rows:
-        """Tells sinks and outputs which sites are captured, even if no row is computed."""
+        """An empty set of rows with all planes. It tells sinks and outputs which sites are captured, even if no row is computed."""
         keys = dict.fromkeys(key for _, selected in self.routes for key in selected)
         dtype = getattr(torch, self.facts.dtype)
         has_programs = any(capture.program is not None for capture in self.plan.captures)
@@ -394,7 +391,7 @@ class PreparedPlan:
         return Rows(NO_POSITIONS, planes, torch.empty(0, planes.width, dtype=dtype))
 
     def recorded_run(self, run_id: str, name: str) -> RecordedRun:
-        """The handle of the run that this plan's captured rows are kept as."""
+        """The handle of the run in which this plan's captured rows are stored."""
         (_, selected), *_ = self.routes
         return RecordedRun(
             name,
@@ -437,12 +434,12 @@ class Planner:
             self._layers_of[site] = (*self._layers_of.get(site, ()), layer)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError for what is wrong with a plan on this model, whatever its prompt."""
+        """Raise PlanError for errors in a plan on this model that do not depend on the prompt."""
         plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, None, None, vectors=self._vectors.widths, runs=self._runs)
 
     def prepare_all(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[PreparedPlan | None]:
-        """The plan of each invoke; `prompts` has their token ids. None for an invoke without a plan."""
+        """The plan of each invoke; None for an invoke without a plan. `prompts` has their token ids."""
         try:
             return [
                 self.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None
@@ -452,14 +449,18 @@ class Planner:
             self._with_functions = Memory()
 
     def prepare(self, plan: Plan, prompt: Prompt, ids: list[int], params: Mapping[str, Any]) -> PreparedPlan:
-        """Raises PlanError if the plan cannot be done to this prompt on this model, CaptureError if it has an unknown consumer."""
+        """The plan for one prompt. Raises PlanError if this model cannot carry it out on this prompt, CaptureError for an unknown
+        consumer.
+        """
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
-        sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)  # equal functions may differ
+        # Functions that are equal may still be different objects.
+        sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
         programs = filter(None, (item.its_program for item in plan.interventions))
-        carried = sum(program.nbytes for program in programs)  # of equal programs, one may lack its numbers
+        # Equal programs may differ in whether they carry their constants.
+        carried = sum(program.nbytes for program in programs)
         known = (self._with_functions if has_functions else self._known).get(
             (without_destinations(plan), sinks, carried, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # shared by prompts of this length
@@ -481,7 +482,7 @@ class Planner:
         return PreparedPlan(plan, ids, found, self.facts)
 
     def _without_missing_layers(self, plan: Plan) -> Plan:
-        """The plan, with the layers that have the site in place of `layers="all"` where some layers lack it."""
+        """The plan with `layers="all"` replaced by the layers that have the site, where some layers lack it."""
         layers_of = self._layers_of
         partial = {site for site, layers in layers_of.items() if len(layers) < self.facts.num_layers}
         if not any(item.site in partial for item in plan.interventions):
@@ -495,7 +496,6 @@ class Planner:
 
 
 def _bytes(prepared: PreparedPlan) -> int:
-    """About how many bytes the routes take."""
     ways = [selected for _, selected in prepared.routes]
     rows = {id(selection): selection.prompt.nbytes for way in ways for selection in way.values()}
     return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))

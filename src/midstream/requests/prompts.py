@@ -1,4 +1,4 @@
-"""Prompts: text, token ids, a tokenizer's output, or chat messages. How many were given, and their token ids.
+"""Prompts: text, token ids, a tokenizer's output, or chat messages. Counts them, and finds their token ids.
 
 A chat is a list of messages, `[{"role": "user", "content": "..."}]`. The tokenizer's chat template makes its text.
 """
@@ -15,13 +15,9 @@ from midstream.errors import PlanError, PromptError
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 _NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
-_ENCODING = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-)  # what a tokenizer returns, a row for each prompt
-# Other keys of a dict. The first are vLLM's; the rest, a tokenizer's about the text, change no value.
+# The parts of a tokenizer's output, with a row for each prompt.
+_ENCODING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+# Other keys of a dict: vLLM's, and a tokenizer's facts about the text, which have no effect on values.
 _OTHERS = (
     "prompt",
     "prompt_token_ids",
@@ -33,9 +29,9 @@ _OTHERS = (
 
 
 def prompts_of(given: Any) -> tuple[list[Any], bool]:
-    """The prompts that were given, and whether it was one alone: no list of prompts, and no encoding of several rows.
+    """The given prompts, and whether it was a single prompt: neither a list of prompts nor an encoding of several rows.
 
-    Raises PromptError if it can be neither.
+    Raises PromptError if it is neither.
     """
     if isinstance(given, str) or is_chat(given):
         return [given], True
@@ -72,12 +68,11 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
     if unknown := [key for key, value in prompt.items() if value is not None and key not in known]:
         raise PromptError(
             f"The prompt has {', '.join(map(repr, unknown))}, which midstream does not use; allowed: {', '.join(known)}. On transformers "
-            "call the module itself in a trace for what needs them: `model.module(**inputs)`."
+            "call the module itself in a trace, with these inputs: `model.module(**inputs)`."
         )
 
 
 def _is_array(given: Any) -> bool:
-    """Whether it is a tensor or an array of numbers."""
     return hasattr(given, "dtype") and getattr(given.dtype, "kind", "i") in "iu"
 
 
@@ -107,7 +102,7 @@ def _parts(content: Any) -> Sequence[Any]:
 def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The prompt, and the sampling parameters without the parts of a tokenizer's output, as in `trace(**encoding)`.
 
-    Raises PromptError if there is a prompt beside them.
+    Raises PromptError if there is also another prompt.
     """
     if params.get("inputs_embeds") is not None:
         raise PromptError(
@@ -125,10 +120,10 @@ def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     """The prompt's token ids, without those that its `attention_mask` masks; `tokenizer` returns the tokenizer for text.
 
-    Raises PromptError if there are none, or images; for a mask with holes, and for positions and token types that are not the usual ones.
+    Raises PromptError if there are none, or images; for a mask with holes, and for unusual positions and token types.
     """
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
-        if (least := min(prompt)) < 0:  # older vLLMs fail at it
+        if (least := min(prompt)) < 0:  # older vLLMs fail on them
             raise PromptError(f"Token ids are 0 or more; the prompt has {least}.")
         return prompt.copy()
     if is_multimodal(prompt):
@@ -161,7 +156,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
 
 
 def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
-    """The tokens that count. Raises PromptError for parts of an encoding that say more than which these are."""
+    """The tokens that are not masked. Raises PromptError for parts of an encoding with any other information."""
     parts = {name: torch.as_tensor(part).flatten() for name in _ENCODING[1:] if (part := prompt.get(name)) is not None}
     for name, part in parts.items():
         if len(part) != len(ids):
@@ -182,7 +177,7 @@ def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> list[int]:
-    """The token ids of a chat: the assistant's turn begins behind it, or its last message goes on if it is the assistant's."""
+    """The token ids of a chat: the assistant's turn begins after it; if its last message is the assistant's, that message continues."""
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
             "The prompt is a chat, and the model's tokenizer has no chat template. Set one, model.tokenizer.chat_template = ..., or give "
@@ -210,7 +205,7 @@ def _no_prompt(given: Any) -> PromptError:
 
 
 def offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """The prompt's text, and the `[begin, end)` of each token in it. Raises PlanError if the tokenizer cannot tell."""
+    """The prompt's text, and the `[begin, end)` of each token in it. Raises PlanError if the tokenizer does not return offsets."""
     for special in (True, False):  # the tokenizer adds special tokens to a text; a chat has its own
         text = _text_of(prompt)
         if text is None:
@@ -219,7 +214,7 @@ def offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str,
             encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise PlanError(
-                "Span needs a tokenizer that tells offsets (a fast one); give positions as numbers."
+                "Span needs a tokenizer that returns offsets (a fast one); give positions as numbers."
             ) from error
         if list(encoded["input_ids"]) == list(ids):
             return text, [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]

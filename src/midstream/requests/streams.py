@@ -1,8 +1,8 @@
-"""The outputs of requests that run elsewhere, as they come.
+"""The outputs of requests that run elsewhere, as they arrive.
 
 async for output in tracer.backend:      # the outputs of all invokes
     output.saves                         # the values saved so far; all of them once output.finished
-outputs = await tracer.backend           # or only the final outputs, in the order of the invokes; the output, if there is one invoke
+outputs = await tracer.backend           # or only the final outputs, in the order of the invokes; one output for one invoke
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Item = tuple[int, Any, InvokeResult | None]
 class OutputStream(Awaitable[Any]):
     """The outputs of requests: iterate over them, or await the final ones. This submits the requests.
 
-    A request that fails has no final output; its error is raised when all requests have finished, several errors as a group.
-    Leaving the loop early, or cancelling its task, aborts the requests that have not finished.
+    A request that fails has no final output; its error is raised when all requests have finished, several errors as a group. Leaving the
+    loop early, or cancelling its task, aborts the unfinished requests.
 
     Args:
         ended: called with 1 as each request ends.
@@ -31,9 +31,9 @@ class OutputStream(Awaitable[Any]):
         outputs: the final outputs in the order of the invokes, once all have finished.
         results: the results of all requests, once all have finished.
         when_done: called with the results.
-        gives_one: whether awaiting gives the only output, and not a list.
-        wants_last: whether nobody looks at outputs before a request's last one.
-        bar: a context in which the requests run if they are awaited.
+        gives_one: whether awaiting returns the only output, and not a list.
+        wants_last: whether only the last output of each request is needed.
+        bar: a context in which awaited requests run.
     """
 
     def __init__(self, ended: Callable[[int], object] = lambda _: None) -> None:
@@ -45,14 +45,14 @@ class OutputStream(Awaitable[Any]):
         self._is_used = self.gives_one = self.wants_last = False
 
     def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Run the requests in the block. Gives the outputs of all of them, those of failed ones included. To be called once.
+        """Run the requests in the block. Yields the outputs of all of them, including failed ones. Call it once.
 
-        Each generator between vLLM's and the user's costs every token something, so there should be few.
+        Each generator between vLLM's and the user's costs time for every token, so there should be few.
         """
         raise NotImplementedError
 
     async def items(self) -> AsyncGenerator[Item]:
-        """What `running` gives."""
+        """The items of `running`."""
         async with self.running() as items:
             async for item in items:
                 yield item
@@ -105,7 +105,7 @@ class OutputStream(Awaitable[Any]):
 
 
 class Called(OutputStream):
-    """The outputs of requests that a function runs to their end, in this process or with calls that wait.
+    """The outputs of requests that a blocking function runs to their end.
 
     Args:
         run: runs them, and returns their results.

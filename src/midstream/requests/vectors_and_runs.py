@@ -1,4 +1,4 @@
-"""What workers hold: vectors and runs, which plans refer to by name (`model.vectors` and `model.runs`), and the weights of traces.
+"""The workers' holdings: vectors and runs, which plans refer to by name (`model.vectors` and `model.runs`), and the weights of traces.
 
     model.vectors["truth"] = tensor                         # [hidden]
     model.vectors.load("directions.safetensors")
@@ -33,7 +33,7 @@ VectorChanges = tuple[dict[str, Vector], list[str]]  # set, deleted
 
 
 def run_now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that never waits, because every answer is there at once, as on a sync engine. Returns its result."""
+    """Run a coroutine that never waits, as on a sync engine, where every answer is there at once. Returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -42,7 +42,7 @@ def run_now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Vectors(MutableMapping[str, Vector]):
-    """Vectors by name. A plan that names a vector uses the one that has the name when the request is submitted."""
+    """Vectors by name. A plan uses the vector that has the name when the request is submitted."""
 
     def __init__(self) -> None:
         self._vectors: dict[str, Vector] = {}
@@ -75,7 +75,7 @@ class Vectors(MutableMapping[str, Vector]):
     def load(self, path: str | os.PathLike[str]) -> list[str]:
         """Register every vector of a safetensors file under its name in the file. Returns the names.
 
-        Raises PlanError if it is no safetensors file, or has anything but vectors `[hidden]` of finite numbers.
+        Raises PlanError if it is no safetensors file, or contains anything but vectors `[hidden]` of finite numbers.
         """
         loaded = load_vectors(path)
         self._put(loaded)
@@ -83,7 +83,8 @@ class Vectors(MutableMapping[str, Vector]):
 
     @property
     def widths(self) -> dict[str, int]:
-        return {name: vector.width for name, vector in list(self._vectors.items())}  # others may change them meanwhile
+        # Other threads may change them meanwhile.
+        return {name: vector.width for name, vector in list(self._vectors.items())}
 
     @property
     def digests(self) -> dict[str, str]:
@@ -112,7 +113,7 @@ class RunInfo(NamedTuple):
 
     Attributes:
         bytes: of all pipeline stages together; with tensor parallelism each rank of a stage holds a copy of the stage's.
-        leases: how many requests use it or are about to; it is not dropped while there are any.
+        leases: how many requests use the run or are about to; a run with leases is not dropped.
     """
 
     name: str
@@ -167,7 +168,7 @@ class Runs(Mapping[str, RecordedRun]):
         return self._finish(self._list())
 
     def delete(self, name: str) -> Any:
-        """Forget a run. Running requests that use it go on. Awaitable on an async engine. Raises KeyError for an unknown name."""
+        """Delete a run. Running requests that use it continue. Awaitable on an async engine. Raises KeyError for an unknown name."""
         if not self._is_async:
             self[name]  # raises if the workers have dropped it
         return self._finish(self._forget(self._handles.pop(name)))
@@ -177,14 +178,14 @@ class Runs(Mapping[str, RecordedRun]):
         await self._forget(self._handles.pop(name))
 
     async def add(self, run: RecordedRun) -> RecordedRun:
-        """Add a recorded run, in the place of an older one of its name."""
+        """Add a recorded run, replacing an older one of its name."""
         older, self._handles[run.name] = self._handles.get(run.name), run
         if older is not None:
             await self._forget(older)
         return run
 
     def new_name(self) -> str:
-        """The first of `run-1`, `run-2`, ... that is free."""
+        """The first free name among `run-1`, `run-2`, ..."""
         return next(name for i in range(1, 1 << 30) if (name := f"run-{i}") not in self._handles)
 
     @property
@@ -195,7 +196,7 @@ class Runs(Mapping[str, RecordedRun]):
     async def lease(self, ids: list[str]) -> None:
         """Lease runs for a request. If a worker lacks one of them, none is leased, and PlanError is raised.
 
-        The workers are asked for a run's first lease and told of the end of its last.
+        Workers are asked for a run's first lease, and told when its last one ends.
         """
         async with self._asking:
             new = [run_id for run_id in ids if not self._leases[run_id]]
@@ -213,17 +214,14 @@ class Runs(Mapping[str, RecordedRun]):
         )
 
     async def release(self, ids: list[str]) -> None:
-        """Give leases back."""
+        """Return leases."""
         async with self._asking:
             self._leases -= Counter(ids)
             if ended := [run_id for run_id in ids if not self._leases[run_id]]:
                 await self._ask("lease", ended, -1)
 
     async def _forget(self, run: RecordedRun) -> None:
-        self._leases.pop(run.id, None)  # the next request that needs it is told that it is gone
-        await self._delete(run)
-
-    async def _delete(self, run: RecordedRun) -> None:
+        self._leases.pop(run.id, None)  # the next request that needs it gets an error
         await self._ask("delete", [run.id])
 
     def _there(self) -> dict[str, RecordedRun]:
@@ -247,9 +245,9 @@ class Runs(Mapping[str, RecordedRun]):
 
 
 def _info(parts: list[dict[str, Any]], leases: int) -> RunInfo:
-    """One run from all workers' answers, which differ in leases only: a request reaches them at different times.
+    """One run from all workers' answers, which differ only in leases: a request reaches them at different times.
 
-    `leases`: how many this process has given. The workers count them as one.
+    `leases`: of this process. The workers count them as one.
     """
     run = parts[0]
     there = max(part["leases"] for part in parts) + max(leases - 1, 0)
@@ -262,7 +260,7 @@ class HeldWeights:
 
     Args:
         budget: bytes.
-        tell: tells every worker the digests of the weights to keep, and new weights by their digests. It drops all others.
+        tell: tells every worker the digests of the weights to keep, and new weights by their digests. The worker drops all others.
 
     Attributes:
         sent_bytes: since the start, to each worker.
@@ -277,12 +275,12 @@ class HeldWeights:
 
     @property
     def in_use(self) -> int:
-        """How many uses of weights have not ended."""
+        """The number of uses of weights that have not ended."""
         return self._uses.total()
 
     @contextlib.asynccontextmanager
     async def used(self, weights: Mapping[str, Weight]) -> AsyncIterator[None]:
-        """The workers hold these weights while the block runs."""
+        """The workers hold these weights during the block."""
         if not weights:
             yield
             return
@@ -295,9 +293,9 @@ class HeldWeights:
         await self._hold({})  # not after an error: a trace that was interrupted may still block a worker
 
     async def _hold(self, weights: Mapping[str, Weight]) -> None:
-        """Send weights that are missing, and drop others that are over the budget.
+        """Send missing weights, and drop others that exceed the budget.
 
-        If the workers cannot be told, they may hold other weights than are noted here. The next time they are told of all.
+        If the workers cannot be told, this record may be wrong until the next call, which tells them of all weights.
         """
         async with self._changing:
             held = self._held

@@ -24,7 +24,7 @@ from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite, Point
-from midstream.trace.rows import Layout
+from midstream.trace.rows import BatchLayout
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class PlanHost:
                 off_graph |= part.off_graph
                 acting |= part.sites
                 programs |= part.programs
-        self.acting = frozenset(acting).union(map(self.tables.programs.recordable, programs))
+        self.acting = frozenset(acting).union(self.tables.recordable(programs))
         for site in off_graph:
             self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
@@ -194,7 +194,7 @@ class PlanHost:
         batch = self._prepared
         return batch is not None and batch.is_laid_out(request_ids, total)
 
-    def begin_step(self, layout: Layout) -> None:
+    def begin_step(self, layout: BatchLayout) -> None:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
@@ -206,7 +206,7 @@ class PlanHost:
         self.tables.begin_step(rows, places)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
-    def _lay_out(self, layout: Layout) -> np.ndarray:
+    def _lay_out(self, layout: BatchLayout) -> np.ndarray:
         """int32 `[layout.total]`, the profile of each row."""
         profile = np.zeros(layout.total, np.int32)
         for name, rows in layout.each:
@@ -214,7 +214,7 @@ class PlanHost:
                 profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
         return profile
 
-    def _places(self, layout: Layout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
+    def _places(self, layout: BatchLayout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
         """int64 `[layout.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
 
         Args:

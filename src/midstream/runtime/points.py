@@ -22,7 +22,7 @@ from midstream.arch import Architecture
 from midstream.runtime.tables import Tables
 from midstream.sites import LAYER_SITES, Binding, Key, Kind, Point
 from midstream.trace.body import is_in_body
-from midstream.trace.remote import ALONE, Peers
+from midstream.trace.parallel import ALONE, Peers
 from midstream.tree import Ref, follow, replaced
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ def _sequence(leaves: Mapping[int, torch.Tensor | None]) -> tuple[torch.Tensor |
 class PointHooks:
     """Hooks at sites that are not in the graphs. Each exists while a request needs it.
 
+    A module's input, or its output, has one hook for all of its sites. It edits them in the order of the forward pass, so that plans at a
+    later one see the edits at an earlier one of the same tensor.
+
     Args:
         built_in: the points that the site op serves.
         tables: make the edits.
@@ -90,10 +93,10 @@ class PointHooks:
         self._peers = peers
         self._arch = arch
         self._tables = tables
-        self._index = {point: i for i, point in enumerate(points_of(arch))}
+        self._index = tables.index
         self._built_in = frozenset(built_in)
         self._needed: Counter[Point] = Counter()
-        self._handles: dict[Point, Any] = {}
+        self._handles: dict[Key, Any] = {}
         self.on = False  # whether a plan acts at them in the coming forward
         self._warned: set[str] = set()
 
@@ -105,16 +108,15 @@ class PointHooks:
         """Requests have a plan with ops at `points`, all of which need hooks."""
         for point in points:
             self._needed[point] += 1
-            if point not in self._handles:
-                self._handles[point] = self._hook(point)
+            if (key := self._key(point)) not in self._handles:
+                self._handles[key] = self._hook(key)
 
     def release(self, points: Collection[Point]) -> None:
         """No request has that plan any more."""
-        for point in points:
-            self._needed[point] -= 1
-            if not self._needed[point]:
-                del self._needed[point]
-                self._handles.pop(point).remove()
+        self._needed.subtract(points)
+        self._needed = +self._needed  # those above 0
+        for key in self._handles.keys() - set(map(self._key, self._needed)):
+            self._handles.pop(key).remove()
 
     def warn_once(self, site: str) -> None:
         """Warn that plans at this site run their steps uncompiled."""
@@ -130,25 +132,32 @@ class PointHooks:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def _hook(self, point: Point) -> Any:
-        binding, index = self._arch.bindings[point], self._index[point]
-        module = self._model.get_submodule(binding.path)
-        edited = self._edited if self._arch.shard_of(binding) is None else self._edited_in_parts
-        if binding.kind == "input":
+    def _key(self, point: Point) -> Key:
+        binding = self._arch.bindings[point]
+        return binding.path, binding.kind
 
-            def before(args: Any, kwargs: Any) -> Any:
-                return edited(index, binding, (args, kwargs)) if self._acts() else None
+    def _hook(self, key: Key) -> Any:
+        path, kind = key
+        module = self._model.get_submodule(path)
+        sites = [
+            (point, i, binding, self._edited if self._arch.shard_of(binding) is None else self._edited_in_parts)
+            for point, i in self._index.items()
+            if self._key(point) == key and (binding := self._arch.bindings[point])
+        ]
 
-            return hooks.before(module, before, first=True)
+        def edited(tree: Any) -> Any:
+            if not self.on or is_in_body():  # a trace's code also calls modules, on values of its own
+                return None
+            for point, i, binding, edit in sites:
+                if point in self._needed:
+                    tree = edit(i, binding, tree)
+            return tree
 
-        def after(output: Any) -> Any:
-            return edited(index, binding, output) if self._acts() else None
-
-        return hooks.after(module, after, first=True)
-
-    def _acts(self) -> bool:
-        """Whether the forward is calling. A trace's code also calls modules, on values of its own."""
-        return self.on and not is_in_body()
+        if kind == "input":
+            return hooks.before(module, lambda args, kwargs: edited((args, kwargs)), first=True)
+        if hooks.skips_hooks(module):
+            return hooks.around(module, None, edited)
+        return hooks.after(module, edited, first=True)
 
     def _edited(self, index: int, binding: Binding, tree: Any) -> Any:
         """`tree` with the plans' edits. The engine's own tensors are left alone unless a write has to land in them."""
@@ -156,12 +165,18 @@ class PointHooks:
         residual = follow(tree, binding.residual) if binding.residual is not None else None
         if binding.scale != 1.0 or (residual is not None and residual.ndim == 1):
             return self._edited_as_value(index, binding, tree)
-        if binding.in_place and hidden.is_contiguous():
+        if binding.in_place and all(part is None or part.is_contiguous() for part in (hidden, residual)):
             self._tables.edit(index, hidden, residual)
             return tree
-        hidden, residual = self._tables.edited(index, hidden, residual)
-        tree = replaced(tree, binding.hidden, hidden)
-        return replaced(tree, binding.residual, residual) if residual is not None else tree  # type: ignore[arg-type]
+        edited = self._tables.edited(index, hidden, residual)
+        for ref, before, after in zip((binding.hidden, binding.residual), (hidden, residual), edited, strict=True):
+            if after is None or ref is None or after is before:
+                continue
+            if binding.in_place:
+                before.copy_(after)
+            else:
+                tree = replaced(tree, ref, after)
+        return tree
 
     def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same for a value that is split over the ranks. All ranks have this plan, and so this hook."""

@@ -24,7 +24,7 @@ import torch
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import Op, with_programs
 from midstream.plan.program import Program
-from midstream.plan.running import Bank
+from midstream.plan.running import ProgramBank
 from midstream.sites import Point
 
 MOST_PROFILES = 1 << 14  # a profile with programs has a lower number: graphs hold on to an array with an entry for each
@@ -60,7 +60,7 @@ class Group(NamedTuple):
     """
 
     rows: torch.Tensor
-    bank: Bank
+    bank: ProgramBank
     which: torch.Tensor | None
     offsets: torch.Tensor | None
     inputs: Sequence[tuple[Kept, torch.Tensor | None]] = ()
@@ -125,9 +125,9 @@ class _Form:
         alone: program -> a bank for it alone.
     """
 
-    bank: Bank
+    bank: ProgramBank
     places: dict[Program, list[int]] = field(default_factory=dict)
-    alone: dict[Program, Bank] = field(default_factory=dict)
+    alone: dict[Program, ProgramBank] = field(default_factory=dict)
 
 
 def all_programs(compiled: CompiledPlan) -> set[Program]:
@@ -177,7 +177,7 @@ class HeldPrograms:
         self._profiles: dict[int, list[tuple[ProgramAt, Program, int]]] = {}
         self._capacities: OrderedDict[str, int] = OrderedDict()
         # What a graph still reads is used again.
-        self._known_banks: WeakValueDictionary[tuple[str, int], Bank] = WeakValueDictionary()
+        self._known_banks: WeakValueDictionary[tuple[str, int], ProgramBank] = WeakValueDictionary()
         self._known_slots: WeakValueDictionary[ProgramAt, Slot] = WeakValueDictionary()
         self._in_graphs: WeakValueDictionary[tuple[Point, int], torch.Tensor] = WeakValueDictionary()
 
@@ -237,7 +237,7 @@ class HeldPrograms:
         form.places[program][1] += 1
         return form.places[program][0]
 
-    def _bank(self, program: Program, capacity: int) -> Bank:
+    def _bank(self, program: Program, capacity: int) -> ProgramBank:
         """A form's bank with so many places. The form has no smaller one again, so that graphs with this one stay of use."""
         key = program.form.key
         self._capacities[key] = capacity
@@ -246,7 +246,7 @@ class HeldPrograms:
             self._capacities.popitem(last=False)
         bank = self._known_banks.get((key, capacity))
         if bank is None:
-            bank = self._known_banks[key, capacity] = Bank(program, capacity, self._device)
+            bank = self._known_banks[key, capacity] = ProgramBank(program, capacity, self._device)
         return bank
 
     def flush(self) -> None:
@@ -297,7 +297,7 @@ class HeldPrograms:
             if len(members[at]) == 1:
                 (program,) = members[at]
                 if program not in form.alone:
-                    form.alone[program] = Bank(program, 1, self._device)
+                    form.alone[program] = ProgramBank(program, 1, self._device)
                 bank = form.alone[program]
             else:
                 which = upload(place_T[rows])
@@ -377,7 +377,7 @@ class GraphValues:
 class RecordedPrograms(NamedTuple):
     """Programs of a form as a graph has them: for any rows. A graph reads their memory as long as it is held."""
 
-    bank: Bank
+    bank: ProgramBank
     slot: Slot
     inputs: Sequence[Point]
     kept: GraphValues

@@ -23,7 +23,7 @@ from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.values import Capture, Edit, Named, Plan, RecordedRun, Vector
 from midstream.settings import NAME
-from midstream.trace.program import ShippedCode
+from midstream.trace.shipping import ShippedCode
 
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20

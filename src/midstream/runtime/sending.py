@@ -22,7 +22,7 @@ from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
-from midstream.trace.program import Outcome
+from midstream.trace.outcome import Outcome
 from midstream.transport.codec import Packed, pack
 from midstream.transport.sender import Copier, Sender, finish, mark_ready
 from midstream.transport.wire import Header

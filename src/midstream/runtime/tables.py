@@ -4,15 +4,13 @@ The buffers that a recorded CUDA graph holds on to have fixed addresses: the pro
 word with the table's address. The table and the ops lie behind that word, so they may grow and move: there is no limit on how many
 plans, vectors, sites or positions a batch has. Uploads are ordered by the stream that the forward runs on and never waited for.
 
-`DeviceTables` does this on a GPU. `CpuTables` applies the ops in plain PyTorch instead.
+`DeviceTables` does this on a GPU. `TorchTables` in `torch_tables` applies the ops in plain PyTorch instead.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -24,13 +22,15 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, Profile
-from midstream.plan.ops.edit import GROUP, Op, edited, kernel_codes
+from midstream.plan.ops.edit import GROUP, Op, kernel_codes
 from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
     GraphValues,
     Group,
     HeldPrograms,
+    InGraph,
+    ProgramAt,
     RecordedPrograms,
     StepPrograms,
     all_programs,
@@ -52,13 +52,14 @@ class ProfileSlots:
     Attributes:
         ids: the numbers of its profiles in the tables; 0 for the empty one.
         profile_bytes: what each of these takes in the tables.
-        behind: profile -> the number of one that has its captures behind programs.
+        kept: the device memory that its ops point to.
+        behind: profile -> the number of one that captures what programs have made of the rows.
     """
 
     compiled: CompiledPlan
     ids: np.ndarray
     profile_bytes: int
-    kept: list[torch.Tensor] = field(default_factory=list)  # the device memory that its ops point to
+    kept: list[torch.Tensor] = field(default_factory=list)
     behind: dict[int, int] = field(default_factory=dict)
 
 
@@ -95,43 +96,36 @@ class Tables:
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
         self._rows: RowProfiles | None = None  # of the last step
-        self.programs = HeldPrograms(device, self._upload_rows)
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
         """Hold `compiled` until `unload`. Raises PlanError for a program that does not run on the device."""
         constants = self._try_out(compiled)
-        behind = [number for number, profile in enumerate(compiled.profiles) if _captures_behind(profile)]
-        while len(self._free) < len(compiled.profiles) + len(behind):
+        taken = iter(self._take(sum(bool(profile.ops) for profile in compiled.profiles)))
+        numbers = [next(taken) if profile.ops else 0 for profile in compiled.profiles]
+        slots = ProfileSlots(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
+        slots.kept += constants
+        self.profiles.update({n: profile for n, profile in zip(numbers, compiled.profiles, strict=True) if n})
+        self._rows = None  # the numbers of the last step may mean others now
+        try:
+            self._place(slots)
+        except PlanError:
+            self.unload(slots)
+            raise
+        return slots
+
+    def _take(self, count: int) -> list[int]:
+        """Free numbers for so many profiles."""
+        while len(self._free) < count:
             self._free += range(2 * self._size - 1, self._size - 1, -1)
             self._size *= 2
             self._grow()
-        if self._size > MOST_PROFILES:
-            self._free.sort(reverse=True)
-        numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
-        if max(numbers) >= MOST_PROFILES and all_programs(compiled):
-            self._free += filter(None, numbers)
-            raise PlanError(
-                f"The engine holds {MOST_PROFILES} kinds of rows of plans at once, and no programs beside more of them. "
-                "Send fewer requests with plans of their own at a time."
-            )
-        slots = ProfileSlots(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
-        slots.kept += constants
-        slots.behind = {numbers[place]: self._free.pop() for place in behind}
-        for number, profile in zip(numbers, compiled.profiles, strict=True):
-            if number:
-                self.profiles[number] = profile
-                self.programs.hold(number, profile)
-        self._rows = None  # the numbers of the last step may mean others now
-        self._place(slots)
-        return slots
+        return [self._free.pop() for _ in range(count)]
 
     def unload(self, slots: ProfileSlots) -> None:
         """Forget a plan that no request has any more."""
         for number in slots.ids[slots.ids > 0].tolist():
             del self.profiles[number]
             self._free.append(number)
-            self.programs.release(number)
-        self._free += slots.behind.values()
         slots.kept.clear()
 
     def _try_out(self, compiled: CompiledPlan) -> list[torch.Tensor]:
@@ -145,49 +139,6 @@ class Tables:
             raise PlanError("The device has no memory left for the numbers of the plan's programs.") from error
         return constants
 
-    def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
-        """int64 on the device."""
-        return torch.from_numpy(rows)
-
-    def _programs_at(self, point: int, what: str) -> Sequence[Group]:
-        """Those that run there in the step. `what`: as of `ProgramAt`."""
-        step = self._step_programs()
-        return step.groups.get((point, what), ()) if step is not None else ()
-
-    def _step_programs(self) -> StepPrograms | None:
-        if not self.programs or self._rows is None:
-            return None
-        if self._rows.programs is None:
-            self._rows.programs = self.programs.of_step(self._rows.profile_T, self.index)
-        return self._rows.programs
-
-    def _keeps(self, point: int) -> bool:
-        """Whether programs that run later in the step need the value there."""
-        step = self._step_programs()
-        return step is not None and point in step.kept
-
-    def _keep(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep the value before the edits, if programs that run later in the step need it."""
-        step = self._step_programs()
-        if step is not None and (kept := step.kept.get(point)) is not None:
-            kept.value = _value(hidden, residual, kept.rows)
-            second = flat(residual) if residual is not None else None
-            self.programs.keep_for_graphs(self.points[point], flat(hidden), second)
-
-    def _run_edits(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Run the step's programs of edits there. Whether there are any."""
-        first, second = flat(hidden), flat(residual) if residual is not None else None
-        groups = self._programs_at(point, "edit")
-        for kept, _ in chain.from_iterable(group.inputs for group in groups):
-            if kept.value is None:  # the part of the forward that computes it was replayed
-                kept.value = self.programs.from_graph(kept, len(first))
-        run_groups(groups, first, second, partial(self._note_overflow, point))
-        return bool(groups)
-
-    def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
-        """Note which of the rows are not finite."""
-        raise NotImplementedError
-
     def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
         """The coming forward's rows.
 
@@ -195,8 +146,6 @@ class Tables:
             places: int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not kept. None if no row is.
         """
         before, self._rows = self._rows, rows
-        for kept in rows.programs.kept.values() if rows.programs is not None else ():
-            kept.value = None  # of the last step with these rows
         if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
             self._set_rows(rows)
         self._set_places(places, len(rows.profile_T))
@@ -210,21 +159,18 @@ class Tables:
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Apply the rows' ops at `point` in place; `hidden` and `residual` are `[T, H]` or `[1, T, H]`."""
+        """Apply the rows' ops at `point` in place; `hidden` and `residual` are contiguous: `[T, H]` or `[B, S, H]`, T = B S."""
         raise NotImplementedError
-
-    def acts_at(self, point: int) -> bool:
-        """Whether a row of the step has ops at `point`; True if that is not known."""
-        return True
 
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both streams as `edit` would change them, in new tensors; the given tensors if nothing acts."""
-        hidden = hidden.clone(memory_format=torch.contiguous_format)
-        residual = residual.clone(memory_format=torch.contiguous_format) if residual is not None else None
-        self.edit(point, hidden, residual)
-        return hidden, residual
+        raise NotImplementedError
+
+    def recordable(self, programs: Collection[ProgramAt]) -> Iterable[InGraph]:
+        """What CUDA graphs that have these programs are known by; none where there are no graphs."""
+        return ()
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
         """Which rows of the step are not finite: the codes for `step.FiniteCheck`, and a function that waits for them.
@@ -244,19 +190,19 @@ class Tables:
         raise NotImplementedError
 
 
-def _captures_behind(profile: Profile) -> bool:
-    """Whether it captures a value that a program has changed."""
-    return any(around(ops)[1] for ops in profile.ops.values())
-
-
-def _value(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
-    """The value of rows of one stream or two, in the dtype of the first one."""
-    return value_of(flat(hidden)[rows], flat(residual)[rows] if residual is not None else None)
-
-
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """`[T, H]` of a tensor that may have a leading batch axis of 1, as a view."""
-    return tensor[0] if tensor.ndim == 3 else tensor
+    """`[T, H]` of a tensor that may have a leading batch axis, as a view."""
+    return tensor if tensor.ndim == 2 else tensor.view(-1, tensor.shape[-1])
+
+
+def streams(hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both as `flat` returns them."""
+    return flat(hidden), flat(residual) if residual is not None else None
+
+
+def value_at(first: torch.Tensor, second: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
+    """The value of some rows of one stream or two, in the dtype of the first one."""
+    return value_of(first[rows], second[rows] if second is not None else None)
 
 
 class Staging:
@@ -320,6 +266,7 @@ class DeviceTables(Tables):
         self._behind_is_stale = False
         self._acting: set[int] | None = None  # the points at which a row of the step has ops; None if not known yet
         self._staging = Staging()
+        self.programs = HeldPrograms(device, self._upload_rows)
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
         each = (ops for profile in compiled.profiles for ops in profile.ops.values())
@@ -349,14 +296,25 @@ class DeviceTables(Tables):
 
     def _place(self, slots: ProfileSlots) -> None:
         compiled = slots.compiled
+        mine = dict(zip(slots.ids.tolist(), compiled.profiles, strict=True))
+        mine.pop(0, None)
+        if all_programs(compiled) and max(mine) >= MOST_PROFILES:
+            raise PlanError(
+                f"The engine holds {MOST_PROFILES} kinds of rows of plans at once, and no programs beside more of them. "
+                "Send fewer requests with plans of their own at a time."
+            )
+        behind = [n for n, profile in mine.items() if any(around(ops)[1] for ops in profile.ops.values())]
+        slots.behind = dict(zip(behind, self._take(len(behind)), strict=True))
+        for number, profile in mine.items():
+            self.programs.hold(number, profile)
         self._set_behind(slots.behind)
         bank = self._bank(compiled.bank, slots.kept)
         words: list[bytes] = []
         entries: list[tuple[int, int, int, int]] = []  # (profile, point, first op, ops)
         for number, profile in zip(slots.ids.tolist(), compiled.profiles, strict=True):
             for point, ops in profile.ops.items() if number else ():
-                before, behind = around(ops)
-                for place, part in ((number, before), (slots.behind.get(number, 0), behind)):
+                before, after = around(ops)
+                for place, part in ((number, before), (slots.behind.get(number, 0), after)):
                     if point in self.index and part:
                         entries.append((place, self.index[point], len(words), len(part)))
                         words += [self._words(op, bank) for op in part]
@@ -409,7 +367,16 @@ class DeviceTables(Tables):
     def unload(self, slots: ProfileSlots) -> None:
         self._host[_numbers(slots)] = 0  # no row has these profiles any more: the device may keep the old entries
         self._set_behind(dict.fromkeys(slots.behind, 0))
+        self._free += slots.behind.values()
+        for number in slots.ids.tolist():
+            self.programs.release(number)
         super().unload(slots)
+
+    def _take(self, count: int) -> list[int]:
+        taken = super()._take(count)
+        if self._size > MOST_PROFILES:
+            self._free.sort(reverse=True)  # low numbers first: programs need them
+        return taken
 
     def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
         if self._stale:
@@ -420,6 +387,8 @@ class DeviceTables(Tables):
             self._upload(self._behind_host, self._behind)
             self._behind_is_stale = False
         self.programs.flush()
+        for kept in rows.programs.kept.values() if rows.programs is not None else ():
+            kept.value = None  # of the last step with these rows
         super().begin_step(rows, places)
 
     def _set_rows(self, rows: RowProfiles) -> None:
@@ -455,11 +424,41 @@ class DeviceTables(Tables):
                 self._capture_behind(point, hidden, residual)
         self._read(self._programs_at(point, "after"), hidden, residual)
 
+    def _programs_at(self, point: int, what: str) -> Sequence[Group]:
+        """Those that run there in the step. `what`: as of `ProgramAt`."""
+        step = self._step_programs()
+        return step.groups.get((point, what), ()) if step is not None else ()
+
+    def _step_programs(self) -> StepPrograms | None:
+        if not self.programs or self._rows is None:
+            return None
+        if self._rows.programs is None:
+            self._rows.programs = self.programs.of_step(self._rows.profile_T, self.index)
+        return self._rows.programs
+
+    def _keep(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep the value before the edits, if programs that run later in the step need it."""
+        step = self._step_programs()
+        if step is not None and (kept := step.kept.get(point)) is not None:
+            first, second = streams(hidden, residual)
+            kept.value = value_at(first, second, kept.rows)
+            self.programs.keep_for_graphs(self.points[point], first, second)
+
+    def _run_edits(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Run the step's programs of edits there. Whether there are any."""
+        first, second = streams(hidden, residual)
+        groups = self._programs_at(point, "edit")
+        for kept, _ in chain.from_iterable(group.inputs for group in groups):
+            if kept.value is None:  # the part of the forward that computes it was replayed
+                kept.value = self.programs.from_graph(kept, len(first))
+        run_groups(groups, first, second, partial(self._note_overflow, point))
+        return bool(groups)
+
     def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep what programs compute from rows."""
         for group in groups:
             assert group.offsets is not None
-            value = group.run(_value(hidden, residual, group.rows))
+            value = group.run(value_at(*streams(hidden, residual), group.rows))
             self._kernel.store_rows(value, self._capture_T[group.rows], group.offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
@@ -482,9 +481,18 @@ class DeviceTables(Tables):
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super().edited(point, hidden, residual) if self.acts_at(point) else (hidden, residual)
+        if not self.acts_at(point):
+            return hidden, residual
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        residual = residual.clone(memory_format=torch.contiguous_format) if residual is not None else None
+        self.edit(point, hidden, residual)
+        return hidden, residual
+
+    def recordable(self, programs: Collection[ProgramAt]) -> Iterable[InGraph]:
+        return map(self.programs.recordable, programs)
 
     def acts_at(self, point: int) -> bool:
+        """Whether a row of the step has ops at `point`."""
         if self._acting is None:
             numbers = np.unique(self._rows.profile_T).tolist() if self._rows is not None else []
             here = [self.profiles[number] for number in numbers if number]
@@ -505,20 +513,21 @@ class DeviceTables(Tables):
             programs: those that may run there, in their order, by `ProgramAt.what`.
             kept: keeps the value, if programs need it later.
         """
-        rows = len(flat(hidden))
-        number_T, second = self._number_T[:rows], flat(residual) if residual is not None else None
+        first, second = streams(hidden, residual)
+        rows = len(first)
+        number_T = self._number_T[:rows]
 
         def read(what: str) -> None:
             for each in programs.get(what, ()):
-                value, offset_T = each.read(number_T, _value(hidden, residual, slice(None)))
+                value, offset_T = each.read(number_T, value_of(first, second))
                 self._kernel.store_rows(value, self._capture_T[:rows], offset_T)
 
         if kept is not None:
-            kept.put(self.points[point], flat(hidden), second)
+            kept.put(self.points[point], first, second)
         read("before")
         self._launch(point, hidden, residual, self._profile_T)
         for each in programs.get("edit", ()):
-            each.run(number_T, flat(hidden), second, partial(self._note_overflow, point))
+            each.run(number_T, first, second, partial(self._note_overflow, point))
         if programs.get("edit"):
             self._capture_behind(point, hidden, residual)
         read("after")
@@ -531,9 +540,8 @@ class DeviceTables(Tables):
         profile_T: torch.Tensor,
         early: bool = True,
     ) -> None:
-        second = flat(residual) if residual is not None else None
         place = (profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
-        self._kernel.edit_rows(flat(hidden), second, *place, early=self._early_launch and early)
+        self._kernel.edit_rows(*streams(hidden, residual), *place, early=self._early_launch and early)
 
     @torch.inference_mode()
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
@@ -573,149 +581,3 @@ def _numbers(slots: ProfileSlots) -> list[int]:
 
 def _padded(width: int) -> int:
     return -(-width // 4) * 4  # 16 bytes, so that the kernel may load four at a time
-
-
-class CpuTables(Tables):
-    """On the CPU, without buffers or a kernel: rows of one profile are edited together.
-
-    Args:
-        dtype: of captured rows.
-    """
-
-    def __init__(self, points: Sequence[Point], dtype: torch.dtype) -> None:
-        super().__init__(points, torch.device("cpu"))
-        self._dtype = dtype
-        self._banks: dict[int, list[torch.Tensor]] = {}
-        self._groups: list[tuple[int, torch.Tensor | slice]] = []
-        self._places: np.ndarray | None = None
-        self._overflow: dict[int, int] = {}  # row -> the first point whose edit left the finite range
-
-    def _place(self, slots: ProfileSlots) -> None:
-        bank = list(slots.compiled.bank)
-        slots.kept += bank
-        for number in slots.ids[slots.ids > 0].tolist():
-            self._banks[number] = bank
-
-    def unload(self, slots: ProfileSlots) -> None:
-        for number in slots.ids[slots.ids > 0].tolist():
-            del self._banks[number]
-        super().unload(slots)
-
-    def _set_rows(self, rows: RowProfiles) -> None:
-        if rows.prepared is None:
-            numbers = np.unique(rows.profile_T)
-            rows.prepared = [(int(n), _index_of(np.nonzero(rows.profile_T == n)[0])) for n in numbers if n]
-        self._groups = rows.prepared
-
-    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
-        super().begin_step(rows, places)
-        self._overflow.clear()  # of an earlier step, on a stage that does not end the forward
-
-    def _set_places(self, places: np.ndarray | None, count: int) -> None:
-        self._places = places
-
-    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        first, second = flat(hidden), flat(residual) if residual is not None else None
-        self._keep(point, hidden, residual)
-        self._read(self._programs_at(point, "before"), hidden, residual)
-        for number, rows, ops in self._groups_at(point):
-            before, _ = around(ops)
-            self._capture([op for op in before if op.kind == "capture" and op is ops[0]], rows, first, second)
-            if any(op.kind != "capture" for op in before):
-                old_second = second[rows] if second is not None else None
-                first[rows], new_second = self._new(point, before, number, rows, first[rows], old_second)
-                if second is not None and new_second is not None:
-                    second[rows] = new_second
-            self._capture([op for op in before if op.kind == "capture" and op is not ops[0]], rows, first, second)
-        if self._run_edits(point, hidden, residual):
-            for _, rows, ops in self._groups_at(point):
-                self._capture(around(ops)[1], rows, first, second)
-        self._read(self._programs_at(point, "after"), hidden, residual)
-
-    def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep what programs compute from rows."""
-        for group in groups if self._places is not None else ():
-            assert group.offsets is not None and self._places is not None
-            value = group.run(_value(hidden, residual, group.rows)).contiguous()
-            start, size = value.data_ptr(), value.shape[-1] * value.element_size()
-            for i, (place, offset) in enumerate(
-                zip(self._places[group.rows.numpy()].tolist(), group.offsets.tolist(), strict=True)
-            ):
-                if place:
-                    ctypes.memmove(place + offset * value.element_size(), start + i * size, size)
-
-    def _note_overflow(self, point: int, rows: torch.Tensor | slice, new: torch.Tensor) -> None:
-        if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well
-            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
-            for row in numbers[_not_finite(new)].tolist():
-                self._overflow.setdefault(row, point)
-
-    def edited(
-        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._keeps(point):
-            return super().edited(point, hidden, residual)
-        here = self._groups_at(point)
-        if not here:
-            return hidden, residual
-        number, rows, ops = here[0]
-        all_rows = hidden.ndim == 2 and rows == slice(0, len(hidden))
-        if not all_rows or any(op.kind == "capture" or op.program is not None for op in ops):
-            return super().edited(point, hidden, residual)
-        return self._new(point, ops, number, rows, hidden, residual)
-
-    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        codes_T = -_not_finite(hidden_TH).to(torch.int32)
-        for row, point in self._overflow.items():
-            codes_T[row] = 1 + point
-        self._overflow.clear()
-        return codes_T, lambda: None
-
-    def _groups_at(self, point: int) -> list[tuple[int, torch.Tensor | slice, tuple[Op, ...]]]:
-        """The profiles that have ops there, with their rows and these ops."""
-        where = self.points[point]
-        groups = ((number, rows, self.profiles[number].ops.get(where)) for number, rows in self._groups)
-        return [(number, rows, ops) for number, rows, ops in groups if ops is not None]
-
-    def _new(
-        self,
-        point: int,
-        ops: Sequence[Op],
-        number: int,
-        rows: torch.Tensor | slice,
-        first: torch.Tensor,
-        second: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both streams of rows that all have `number`, edited. Elements that come out as they were are bit-identical in both."""
-        old = value_of(first, second)
-        new = edited(old, ops, self._banks[number])
-        self._note_overflow(point, rows, new)
-        differs = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long
-        if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
-            return new, torch.zeros_like(second) if second is not None else None
-        changed = differs.bool()
-        return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
-
-    def _capture(
-        self, ops: Sequence[Op], rows: torch.Tensor | slice, first: torch.Tensor, second: torch.Tensor | None
-    ) -> None:
-        if not ops or self._places is None:
-            return
-        value = (first[rows] if second is None else first[rows] + second[rows]).to(self._dtype).contiguous()
-        start, size = value.data_ptr(), value.shape[-1] * value.element_size()
-        places = self._places[rows if isinstance(rows, slice) else rows.numpy()].tolist()
-        for i, place in enumerate(places):
-            for op in ops if place else ():
-                ctypes.memmove(place + op.offset * value.element_size(), start + i * size, size)
-
-
-def _not_finite(x_TH: torch.Tensor) -> torch.Tensor:
-    """`[T]`, whether a row has an infinity or a NaN."""
-    return ~torch.isfinite(x_TH).all(-1)
-
-
-def _index_of(rows: np.ndarray) -> torch.Tensor | slice:
-    """The rows as an index; a slice where they lie together, for that needs no gather."""
-    if rows[-1] - rows[0] + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows)

@@ -30,11 +30,13 @@ from midstream.runtime.sending import Reports
 from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
+from midstream.trace.code import TraceProgram
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.interleaver import BehindStep, Interleaver
-from midstream.trace.program import Failure, Outcome, Program, outcome, unship
-from midstream.trace.rows import FlatRows, Layout
+from midstream.trace.outcome import Failure, Outcome, outcome
+from midstream.trace.rows import BatchLayout, FlatRows
+from midstream.trace.shipping import unship
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
 from midstream.trace.weights import on_device
@@ -51,12 +53,12 @@ class TracedGroup:
         ended: how many have ended.
     """
 
-    programs: list[list[Program]] | MidstreamError
+    programs: list[list[TraceProgram]] | MidstreamError
     shared: dict[str, Any] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     ended: int = 0
 
-    def programs_of(self, trace: TraceRequest) -> list[Program]:
+    def programs_of(self, trace: TraceRequest) -> list[TraceProgram]:
         """The programs of one request. Raises MidstreamError if there are none."""
         if isinstance(self.programs, MidstreamError):
             raise self.programs.with_traceback(None)
@@ -87,7 +89,7 @@ class TracedRequest:
     """
 
     trace: TraceRequest
-    programs: dict[str, Program]
+    programs: dict[str, TraceProgram]
     main: str
     prompt_length: int
     sampling: Any
@@ -320,7 +322,7 @@ class TraceHost:
                 request.journals.append(body.journal)
             forward.add(body)
 
-    def _programs(self, name: str, trace: TraceRequest) -> list[Program]:
+    def _programs(self, name: str, trace: TraceRequest) -> list[TraceProgram]:
         if not self._allow_traces:
             raise TracesNotAllowedError(
                 "This engine takes no traces: they are code. Start it with traces allowed (midstream.VLLM does)."
@@ -481,7 +483,7 @@ class TraceHost:
 
     # Steps, called by the runner's adapter.
 
-    def begin_step(self, layout: Layout, take_rows: Callable[[str], list[Rows]] = lambda name: []) -> None:
+    def begin_step(self, layout: BatchLayout, take_rows: Callable[[str], list[Rows]] = lambda name: []) -> None:
         """The batch is laid out; the forward comes next.
 
         `take_rows` gives the rows of a request that the forward will capture for its trace.

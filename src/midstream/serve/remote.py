@@ -35,7 +35,7 @@ from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
 from midstream.settings import NAME, Settings
-from midstream.trace.program import ShippedCode, check_python
+from midstream.trace.shipping import ShippedCode, check_python
 from midstream.transport.codec import Stream, pack
 from midstream.transport.wire import pieces
 

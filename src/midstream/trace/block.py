@@ -4,7 +4,7 @@
         def __enter__(self):
             frame = sys._getframe(1)
             self.block = capture(frame)
-            skip(frame, self.block.target, self)    # last: the body does not run in place
+            skip(frame, self.block.target, self)    # last: this keeps the body from running in place
             return self
 
         def __exit__(self, kind, exc, traceback):
@@ -54,7 +54,7 @@ class Block:
         captured: the values at entry of the names that the body may read before it binds them.
         module: `__name__` and `__package__`, for classes and imports in the body.
         reached: containers and objects that functions and objects among the captured values use.
-        index: among the siblings given to `link`.
+        index: its number among the siblings given to `link`.
         borrows: name -> index of the sibling that binds it.
         lends: names that siblings borrow.
     """
@@ -78,21 +78,21 @@ class Block:
 
     @property
     def assigned(self) -> frozenset[str]:
-        """The names that the block binds, other than in nested functions and classes."""
+        """The names that the block binds outside of nested functions and classes."""
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
     @property
     def outside(self) -> dict[str, Any]:
-        """The caller's values in it, by name: those captured, and those that captured functions and objects use."""
+        """The caller's values by name: the captured ones, and those that captured functions and objects use."""
         return {**self.captured, **self.reached}
 
     def function(self) -> Callable[..., dict[str, Any]]:
         """f(extra, shared=None, wait=None), which runs the body and returns its names with their last values.
 
         Args of f:
-            extra: values to inject: `__save__`, `__backward__`, the target, and anything that replaces a captured value.
+            extra: values to inject: `__save__`, `__backward__`, the target, and any replacements of captured values.
             shared: an empty dict at first, the same one for linked siblings.
-            wait: is called when a sibling has not bound a name yet. It returns False if no sibling can get further before this block.
+            wait: called while no sibling has bound a needed name. Returns False if no sibling can continue before this block does.
         """
 
         def run(
@@ -112,7 +112,7 @@ class Block:
 
 
 class _Borrowing(dict[str, Any]):
-    """The builtins of a linked block. Python looks names up here last, so it finds siblings' names wherever they are used."""
+    """The builtins of a linked block. Python looks names up here last, so it finds siblings' names in any nested code."""
 
     def __init__(self, borrows: Mapping[str, int], shared: Shared, wait: Callable[[], bool]) -> None:
         super().__init__({name: value for name, value in vars(builtins).items() if name not in borrows})
@@ -126,7 +126,7 @@ class _Borrowing(dict[str, Any]):
             value = self._lent(name)
         if value is _UNBOUND:
             raise NameError(
-                f"name {name!r} is bound by another invoke of this trace, which has not come to that line. Make the "
+                f"name {name!r} is bound by another invoke of this trace, which has not reached that line. Make the "
                 "two meet: `barrier = tracer.barrier(2)` before them, then `barrier()` in one after it binds the name "
                 "and in the other before it reads it.",
                 name=name,
@@ -146,10 +146,10 @@ def _content(cell: CellType) -> Any:
 
 
 def link(blocks: Sequence[Block]) -> bool:
-    """Let sibling blocks read each other's names. Returns whether there are any to share.
+    """Let sibling blocks read each other's names. Returns whether they share any.
 
-    A name that a block reads without having a value for it is borrowed from the nearest sibling before it that binds the name, else from
-    the nearest after it.
+    A block borrows each name that it reads without having a value for it. The lender is the nearest earlier sibling that binds the name,
+    else the nearest later one.
     """
     lent: dict[int, set[str]] = {}
     for index, block in enumerate(blocks):
@@ -182,7 +182,7 @@ def locals_at(error: BaseException, code: CodeType | None) -> dict[str, Any]:
 
 
 def capture(frame: FrameType) -> Block:
-    """The block of the with statement that the frame is entering. To be called in its `__enter__`."""
+    """The block of the with statement that the frame is entering. Call this in its `__enter__`."""
     filename = frame.f_code.co_filename
     linecache.lazycache(filename, frame.f_globals)
     compiled = _compiled(filename, frame.f_code, frame.f_lasti)
@@ -204,7 +204,7 @@ def capture(frame: FrameType) -> Block:
 
 
 def with_saves(function: FunctionType) -> FunctionType:
-    """The function with `x.save()` in it meaning `save(x)`, as in the block that calls it; itself if it has none, or no source."""
+    """The function with `x.save()` in it meaning `save(x)`, as in the calling block; unchanged if it has no such call, or no source."""
     if "save" not in function.__code__.co_names or is_installed(function.__code__.co_filename):
         return function
     code = compile_function(function.__code__)
@@ -212,7 +212,7 @@ def with_saves(function: FunctionType) -> FunctionType:
 
 
 def _save(value: Any) -> Any:
-    from midstream.trace.tracer import save  # it imports what lies above this file
+    from midstream.trace.tracer import save  # a circular import at the top
 
     return save(value)
 
@@ -272,8 +272,8 @@ def skip(frame: FrameType, target: str | tuple[str, ...] | None, value: Any) -> 
 
     `value` is a tuple if the target is one.
 
-    To be called last in `__enter__`. `__exit__` has to call `skipped(exc)` first, which restores the former tracing function (of coverage
-    or a debugger): Python drops a tracing function that raises.
+    Call this last in `__enter__`. `__exit__` has to call `skipped(exc)` first, which restores the former tracing function (of coverage or a
+    debugger): Python drops a tracing function that raises.
     """
     if target is not None:
         push(frame, {target: value} if isinstance(target, str) else dict(zip(target, value, strict=True)))
@@ -317,7 +317,7 @@ def skipped(exc: BaseException | None) -> bool:
 
 
 def _own_names(frame: FrameType) -> frozenset[str]:
-    """The names that can only be local to the frame, so that they are not looked up among its globals."""
+    """The names that are always local to the frame, and so never looked up among its globals."""
     code = frame.f_code
     if not code.co_flags & CO_OPTIMIZED:  # a module or a class body
         return frozenset()
@@ -342,7 +342,7 @@ _brought: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDict
 
 
 def in_place_of(names: Iterable[str], values: Mapping[str, Any], frame: FrameType) -> dict[str, Unsaved]:
-    """The placeholders to bind in the caller's frame for those `names`, set by a trace, that `values` does not have.
+    """Placeholders for the `names` that a trace has set and `values` lacks, to bind in the caller's frame.
 
     A name that has a value of the caller's keeps it.
     """

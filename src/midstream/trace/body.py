@@ -1,7 +1,7 @@
-"""A trace's body as a coroutine that runs on the forward's own thread.
+"""A trace's body as a coroutine on the forward's own thread.
 
-When the forward gets to the point that a body waits for, it resumes the body. The body runs its Python until it asks for the next point,
-and parks. Only one of the two ever runs, so there are no locks and no timeouts.
+When the forward reaches the point that a body waits for, it resumes the body. The body runs its Python until it asks for the next point,
+and parks. Only one of the two runs at a time, so there are no locks and no timeouts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.forward import STEP_START, Forward
-from midstream.trace.remote import CALL, Place, RemoteValue
+from midstream.trace.parallel import CALL, Origin, StageValue
 from midstream.trace.rows import private
 from midstream.trace.saves import Saves
 from midstream.trace.visit import Journal, Visit
@@ -49,12 +49,12 @@ def current_body() -> Body:
 
 
 def is_in_body() -> bool:
-    """Whether the running code is a trace's, and not the forward's."""
+    """Whether a trace's code is running, and not the forward's."""
     return CURRENT.get(None) is not None
 
 
 def out_of_order(point: str, step: int, after: str, hint: str = "") -> OutOfOrderError:
-    """The error for a point that was asked for too late."""
+    """The error for a point that the forward has already passed."""
     return OutOfOrderError(
         f"{point} of step {step} was asked for after {after}: the forward pass has gone past it. Ask for values in the order in "
         f"which the model computes them.{hint}"
@@ -62,12 +62,12 @@ def out_of_order(point: str, step: int, after: str, hint: str = "") -> OutOfOrde
 
 
 def never_reached(point: str, step: int) -> NeverReachedError:
-    """The error for a point that was asked for when the request was over."""
+    """The error for a point that was asked for after the request had ended."""
     return NeverReachedError(f"{point} of step {step} was never reached: the request ended before it.")
 
 
 def step_is_over(step: int, now: int) -> OutOfOrderError:
-    """The error for a step that was asked for after it."""
+    """The error for a step that is over."""
     return OutOfOrderError(f"step {step} was asked for in step {now}: it is over.")
 
 
@@ -81,23 +81,23 @@ class Body:
     Args:
         name: the same on all ranks.
         run: the trace's code.
-        in_engine: whether an engine runs the forward. Saved tensors are then copied, because it uses its buffers again, and edits are
-            kept, because it computes positions again after a preemption.
+        in_engine: whether an engine runs the forward. Saved tensors are then copied, because the engine reuses its buffers, and edits are
+            journalled, because the engine computes positions again after a preemption.
 
     Attributes:
-        step: the step that the body's next read is about; 0 is the prompt's forward.
-        now: the step that the forward is in; -1 before the first.
-        parked: the point that it waits for, with its step.
-        forward, neighbours: of the model that it runs on, and the bodies alive there by name; set by `Interleaver.add`.
-        reads: how many values it has read, those of other pipeline stages included.
+        step: the step of the body's next read; 0 is the prompt's forward.
+        now: the forward's step; -1 before the first.
+        parked: the point that the body waits for, with its step.
+        forward, neighbours: the forward that it runs in, and the bodies alive there by name; set by `Interleaver.add`.
+        reads: how many values it has read, including those of other pipeline stages.
         fetching: the fetch of another stage's value that it waits for.
-        linked: an object shared by bodies that may use each other's variables, and so run one after another at every point; or None.
-        settled: whether it waits with another body for a value that was there already.
+        linked: an object shared by bodies that may use each other's variables, which run one after another at every point; or None.
+        settled: whether it waits together with a body whose value had already arrived.
         random: a context manager around its code.
         saves: the values it has saved.
         wants_result: whether its code has used `tracer.result`.
-        has_iterated: whether its code goes through the steps by the tracer.
-        asks_by_number: whether it has asked for a step that the request may not have, which is an error then.
+        has_iterated: whether its code iterates over the steps with the tracer.
+        asks_by_number: whether it has asked for a step by number, which is an error if the request ends before it.
         entry: the caller's values when its code began, as its program notes them.
     """
 
@@ -126,10 +126,10 @@ class Body:
         self.random: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._asked: Key | None = None  # the last point that it asked for in its step
         self._reached = -1  # the moment of that point in the forward, on any stage
-        self._fetched: set[int | None] = set()  # the memory of values of other stages that came from that point
+        self._fetched: set[int | None] = set()  # the memory of other stages' values that were fetched at that point
         self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # saved copies of those: copy, version, value
         self._run = run
-        self._around = Modes.now()  # torch's modes where the forward gave control
+        self._around = Modes.now()  # torch's modes where the forward last resumed the body
         self._greenlet = greenlet(lambda _=None: self._begin())
         self._resumer: greenlet | None = None  # the forward's
 
@@ -143,7 +143,7 @@ class Body:
 
     @property
     def needs_value(self) -> bool:
-        """Whether it waits for another stage's value, and that does not have to wait for this stage's forward."""
+        """Whether it waits for another stage's value that can arrive during this stage's forward."""
         return self.parked is not None and self.parked[0] == FETCH and (self.ended or self.parked[1] <= self.now)
 
     def frame_of(self, code: CodeType) -> FrameType | None:
@@ -184,7 +184,7 @@ class Body:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that its code raised, other than by `tracer.stop()`."""
+        """The exception that its code raised, except by `tracer.stop()`."""
         return None if isinstance(self.failure, StopTrace) else self.failure
 
     def _fall_silent(self) -> None:
@@ -193,7 +193,7 @@ class Body:
     # The forward's side.
 
     def resume(self, visit: Visit | bool | None = None, error: BaseException | None = None) -> None:
-        """Let the body run until it parks again or ends. `error` is raised where it is parked."""
+        """Run the body until it parks again or ends. `error` is raised at the place where it is parked."""
         self.parked = None
         if isinstance(visit, Visit):
             self.visit = visit
@@ -209,7 +209,8 @@ class Body:
 
     def _give_control(self, switch: Callable[[Any], Any], with_what: Any) -> None:
         modes = Modes.now()
-        if self.started and modes.inference != self._around.inference:  # outside of the forward that it was parked in
+        # Resumed outside of the forward in which it parked.
+        if self.started and modes.inference != self._around.inference:
             with _in_modes(self._around):
                 return self._give_control(switch, with_what)
         self._resumer, self._around = getcurrent(), modes
@@ -218,7 +219,7 @@ class Body:
         modes.put()
 
     def fail(self, error: Exception) -> None:
-        """End with `error`, even if the body's code catches it."""
+        """End the body with `error`, even if its code catches it."""
         if not self.done:
             self.resume(error=error)
         self.discard()
@@ -229,7 +230,7 @@ class Body:
         self._fall_silent()
 
     def discard(self) -> None:
-        """Unwind the body, whose request is gone."""
+        """Unwind the body of a request that is gone."""
         if self.started and not self.done:
             with contextlib.suppress(BaseException):
                 self._give_control(self._greenlet.throw, GreenletExit)
@@ -252,29 +253,29 @@ class Body:
         visit, self.visit = self.visit, None
         if visit is not None:
             visit.leave()
-        for kept, version, value in self._copied:
-            if kept._version != version:  # the edit takes effect on the value's stage, and the save stays as it was
+        for saved, version, value in self._copied:
+            if saved._version != version:  # the edit takes effect on the value's stage, and the save stays as it was
                 self.saves.put(value, value)
-                self.saves.put(kept, value)
+                self.saves.put(saved, value)
         self._copied.clear()
         self._fetched.clear()
 
     def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
-        """The result of `view` for the visit to `key`, or a RemoteValue if another stage has that point.
+        """The result of `view` for the visit to `key`, or a StageValue if another stage owns that point.
 
-        `width`: length of the tuple that it is, if that is known.
+        `width`: the length of the tuple that the value is, if known.
         """
         return self._of_its_stage(key, lambda: view(self.at(key)), width)
 
     def write(self, key: Key, change: Callable[[Visit], None]) -> None:
-        """Have `change` edit the value at `key`, on the stage that has it."""
+        """Let `change` edit the value at `key`, on the stage that owns it."""
         if self.forward.stage.has(key):
             change(self.at(key))
         else:
             self._ask(key)
 
     def compute(self, path: str, value: Callable[[], Any]) -> Any:
-        """`value()`, which uses the module at `path`, computed on the stage that has the module."""
+        """`value()`, which uses the module at `path`, computed on the stage that owns the module."""
         return self._of_its_stage((path, CALL), value)
 
     def _of_its_stage(self, key: Key, value: Callable[[], Any], width: int | None = None) -> Any:
@@ -284,30 +285,30 @@ class Body:
         owner = stage.of(key)
         number, self.reads = self.reads, self.reads + 1
         if owner == stage.index:
-            return stage.share(self.name, number, key, value)
+            return stage.publish(self.name, number, key, value)
         called = key[-1] == CALL
         if not called:
             self._ask(key)
         claim = stage.claim(owner, self.name, number)
-        place = Place(self.name, number, owner, self.step, called, point_name(key), self.fetch, width, claim=claim)
-        return RemoteValue(place)
+        origin = Origin(self.name, number, owner, self.step, called, point_name(key), self.fetch, width, claim=claim)
+        return StageValue(origin)
 
-    def fetch(self, place: Place) -> Any:
-        """Wait for another stage's value. Called when a body of this engine uses it, which may be another one than read it."""
+    def fetch(self, origin: Origin) -> Any:
+        """Wait for another stage's value. The running body, which uses the value, may be another one than the body that read it."""
         body, stage = current_body(), self.forward.stage
-        fetch = stage.fetch(place)
+        fetch = stage.fetch(origin)
         if not fetch.done or self.forward.peers.several:  # tensor-parallel ranks all wait, or none does
-            comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stage.index)
-            if not comes and place.called:
-                body._asked, body._reached = (place.name,), max(body._reached, stage.begin_of(place.stage))
+            comes = body.ended or origin.step < body.now or (origin.step == body.now and origin.stage < stage.index)
+            if not comes and origin.called:
+                body._asked, body._reached = (origin.name,), max(body._reached, stage.begin_of(origin.stage))
             body._wait_for(fetch, comes)
         found = stage.received(fetch)
-        if body._asked is not None and place.name == point_name(body._asked) and place.step == body.step:
+        if body._asked is not None and origin.name == point_name(body._asked) and origin.step == body.step:
             body._fetched |= {memory_of(tensor) for _, tensor in leaves(found)}
         return found
 
     def wait_for_sibling(self) -> bool:
-        """Wait together with a linked body that fetches another stage's value. False if none would get further by such a value."""
+        """Wait together with a linked body that fetches another stage's value. False if no such wait could help."""
         linked = [body for body in self.neighbours.values() if body.linked is self.linked is not None]
         others = [body for body in linked if body is not self and body.fetching is not None and not body.settled]
         if not others:
@@ -320,7 +321,7 @@ class Body:
         return True
 
     def _wait_for(self, fetch: Any, comes: bool) -> None:
-        """`comes`: whether the value comes during this stage's forward, and not only after it."""
+        """`comes`: whether the value arrives during this stage's forward, rather than only after it."""
         if not comes:
             self._leave()
         self.fetching = fetch
@@ -330,7 +331,7 @@ class Body:
             self.fetching = None
 
     def _ask(self, key: Key) -> None:
-        """Go on to a point of another stage. Raises OutOfOrderError if it comes before the last point that the body asked for."""
+        """Move on to a point of another stage. Raises OutOfOrderError if it comes before the last point that the body asked for."""
         self._check_order(key)
         if key != self._asked:
             self._leave()
@@ -356,7 +357,7 @@ class Body:
         return out_of_order(point_name(key), self.step, after, hint)
 
     def at(self, key: Key) -> Visit:
-        """The visit to `key` in the body's step. Waits until the forward gets there."""
+        """The visit to `key` in the body's step. Waits until the forward reaches it."""
         step = self.step
         if self.visit is not None and self.visit.key == key and self.visit.step == step:
             return self.visit
@@ -387,43 +388,43 @@ class Body:
             self._park(BARRIER, self.step)
 
     def save(self, value: Any) -> Any:
-        """Mark `value` to be brought back. A tensor comes back as it is now."""
+        """Mark `value` to be brought back. A tensor comes back with its present content."""
         if not isinstance(value, torch.Tensor):
             self.saves.put(value, value)
             return value
-        kept = self._copy(value) if self.in_engine or self.forward.is_live(value) else value
+        saved = self._copy(value) if self.in_engine or self.forward.is_live(value) else value
         if value.requires_grad:  # its gradient is read at itself, not at a copy
-            if self.saves.put_with_gradient(value, kept):
+            if self.saves.put_with_gradient(value, saved):
                 return value
         else:
-            self.saves.put(value, kept)
-        self.saves.put(kept, kept)
-        return kept
+            self.saves.put(value, saved)
+        self.saves.put(saved, saved)
+        return saved
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
         if memory_of(value) in self._fetched:
-            kept = private(value)
-            self._copied.append((kept, kept._version, value))
-            return kept
+            saved = private(value)
+            self._copied.append((saved, saved._version, value))
+            return saved
         if self.visit is None or value.requires_grad or not self.visit.holds(value):
             return value.clone()
-        kept = private(value)
+        saved = private(value)
 
         def written() -> None:
-            """The trace has edited the copy: edit the activation in the same way. The saved value stays as it was."""
-            if self.saves.kept(kept) is kept:  # the first time
+            """The trace has edited the copy: edit the activation in the same way. The saved value keeps its content."""
+            if self.saves.saved_for(saved) is saved:  # the first time
                 was = value.clone()
                 self.saves.put(value, was)
-                self.saves.put(kept, was)
-            value.copy_(kept)
+                self.saves.put(saved, was)
+            value.copy_(saved)
 
-        self.visit.follow(kept, written)
-        return kept
+        self.visit.follow(saved, written)
+        return saved
 
 
 # A body runs on the forward's thread, but must not share torch's modes, random numbers and the C stack with it.
 
-# Do not ask here whether the machine has CUDA: a process that has asked cannot be forked any more, and vLLM forks its engine.
+# Do not ask here whether the machine has CUDA: a process that has asked can no longer be forked, and vLLM forks its engine.
 _KINDS = ("cpu", "cuda")
 _NO_AUTOCAST = tuple((False, torch.get_autocast_dtype(kind)) for kind in _KINDS)
 
@@ -439,7 +440,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """Those in force."""
+        """The modes in force."""
         autocast = _NO_AUTOCAST  # nearly always
         if torch._C._is_any_autocast_enabled():
             autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
@@ -462,8 +463,9 @@ class Modes(NamedTuple):
 
 @contextlib.contextmanager
 def _in_modes(modes: Modes) -> Iterator[None]:
-    """Leave within the block all modes that were entered since `modes` were in force: a body that waits inside of
-    `with torch.autocast(...)` must not leave the forward in that mode."""
+    """Leave within the block all modes that were entered since `modes` were in force: a body that waits inside `with torch.autocast(...)`
+    must not put the forward into that mode.
+    """
     own = Modes.now()
     try:
         if own == modes:  # nearly always; this runs at every read
@@ -487,11 +489,11 @@ def _in_modes(modes: Modes) -> Iterator[None]:
 class Randomness:
     """A body's own state of torch's default generators, in force within `with`.
 
-    A body that draws numbers or sets a seed does not affect the engine's sampler or other bodies. It draws the same on every rank.
+    A body that draws numbers or sets a seed affects neither the engine's sampler nor other bodies. It draws the same numbers on every rank.
 
     Args:
         seed_text: the body's name, the same on every rank.
-        device: where the forward computes.
+        device: the forward's.
     """
 
     def __init__(self, seed_text: str, device: torch.device) -> None:
@@ -518,8 +520,8 @@ class Randomness:
 def _stack_end() -> Callable[[Callable[[], None]], None]:
     """f(run), which calls `run` from a function without an unwind table, where a C++ backtrace ends.
 
-    A body's frames lie on the forward's C stack, below those from which it was started. When the body is resumed from elsewhere, other
-    frames have taken the place of these, so the return address of its outermost frame is garbage. Nothing returns there. But torch takes a
+    A body's frames lie on the forward's C stack, below the frames that started it. When other code resumes the body, other frames have
+    taken the place of these, so the return address of its outermost frame is garbage. The body never returns to it. But torch takes a
     backtrace whenever it makes a C++ exception, for example for an index out of range, and libgcc's unwinder reads the code at each return
     address that belongs to no known function. That has killed processes: by an `IndexError` after a read of the logits.
 

@@ -2,7 +2,7 @@
 
 h = model.model.layers[3].mlp.output          # any module, as this model has it
 h = model.layers_output[3]                    # the same on every architecture and both backends: [tokens, hidden]
-model.layers_output[3] += v                   # edits land in the running forward pass
+model.layers_output[3] += v                   # edits change the running forward pass
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,18 +22,18 @@ from midstream.errors import ShapeError, TraceError, UnknownModuleError, Unknown
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, ForwardSource, forward_source
-from midstream.trace.remote import RemoteValue, real
+from midstream.trace.parallel import StageValue, real
 from midstream.trace.tracer import BodyTracer
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean ...?` with the known names most like `name`; `.` if there are none."""
+    """`; did you mean ...?` with the known names most similar to `name`; `.` if there are none."""
     close = difflib.get_close_matches(name, known, n=3)
     return f"; did you mean {', '.join(close)}?" if close else "."
 
 
 def where_layers_are(paths: Iterable[str]) -> str:
-    """` The layers are at model.model.layers[0] to [11].`: the uppermost modules that are numbered; nothing if there are none."""
+    """` The layers are at model.model.layers[0] to [11].` for the outermost numbered modules; empty if there are none."""
     numbered = [path.rpartition(".") for path in paths if path.rpartition(".")[2].isdigit()]
     if not numbered:
         return ""
@@ -43,7 +43,7 @@ def where_layers_are(paths: Iterable[str]) -> str:
 
 
 def read_point(key: Key) -> Any:
-    """The value at a point of the forward, this request's rows of it."""
+    """This request's rows of the value at a point of the forward."""
     body = current_body()
     return body.read(key, lambda visit: visit.raw(), body.forward.stage.width_of(key))
 
@@ -54,15 +54,15 @@ def write_point(key: Key, value: Any) -> None:
 
 
 class CallPoints:
-    """`.output`, `.input` and `.inputs` of a module, or of a call inside a forward, and `.skip`."""
+    """`.output`, `.input`, `.inputs` and `.skip` of a module, or of a call inside a forward."""
 
     _key: Key
     _forward: Forward
 
     def skip(self, value: Any) -> None:
-        """Have the call return `value`. Reading a value inside of the call raises NeverReachedError.
+        """Make the call return `value`. Reading a value inside the call then raises NeverReachedError.
 
-        To be called before the module runs, or the call is made, in this step.
+        Use it before the call is made in this step.
         """
         body, key = current_body(), (*self._key, "output")
         body.write((*self._key, "input"), lambda _: body.forward.override(body.name, key, real(value)))
@@ -96,12 +96,12 @@ class CallPoints:
 
 
 def lines_of(name: str, source: str) -> str:
-    """The lines of a printed source at which there is this call."""
+    """The lines of a printed source that have this call."""
     return "\n".join(line for line in source.splitlines() if name in line.partition("|")[0].replace(",", " ").split())
 
 
 class SourceCall(CallPoints):
-    """One call inside a module's forward, or one assignment, whose `output` is the assigned value."""
+    """One call inside a module's forward; or one assignment, whose `output` is the assigned value."""
 
     def __init__(self, forward: Forward, path: str, name: str) -> None:
         self._forward = forward
@@ -109,8 +109,8 @@ class SourceCall(CallPoints):
 
     @property
     def source(self) -> InnerSource:
-        """The calls inside the function that is called here. Raises TraceError for an assignment, and for the call of a module, which has a
-        source of its own.
+        """The calls inside the called function. Raises TraceError for an assignment, and for the call of a module, which has its own
+        source.
         """
         inside, (path, _, name) = self.inside(), self._key
         if is_in_body() and self._forward.stage.has((path, "output")):
@@ -118,7 +118,7 @@ class SourceCall(CallPoints):
         return inside
 
     def inside(self) -> InnerSource:
-        """`source`, without having the forward report those calls."""
+        """`source`, without making the forward report those calls."""
         path, _, name = self._key
         source = Source(self._forward, path)._source
         if source.is_assignment(name):
@@ -139,7 +139,7 @@ class SourceCall(CallPoints):
 
 
 class InnerSource:
-    """`module.source.call.source`: the calls in the function that a forward calls. It is known once the forward calls it."""
+    """`module.source.call.source`: the calls in a function that a forward calls. They are known once the forward has called it."""
 
     def __init__(self, forward: Forward, path: str, name: str) -> None:
         self._forward, self._path, self._name = forward, path, name
@@ -166,7 +166,7 @@ class InnerSource:
 
 
 class Source:
-    """`module.source`: the calls and assignments in the module's forward by name. `print(module.source)` shows them beside the code."""
+    """`module.source`: the calls and assignments in the module's forward by name. `print(module.source)` shows them next to the code."""
 
     def __init__(self, forward: Forward, path: str) -> None:
         self._path, self._forward = path, forward
@@ -205,7 +205,7 @@ def _steps(envoy: Any) -> Any:
     )
 
 
-# nnsight's names of what a module can tell, in a trace and outside.
+# Names that nnsight gives to facts about a module, in a trace and outside.
 OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
     "path": lambda envoy: envoy._path,
     "get": lambda envoy: functools.partial(by_path, envoy),
@@ -214,7 +214,34 @@ OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Envoy(CallPoints):
+class ModuleTree:
+    """A module's children as items."""
+
+    _path: str
+
+    @property
+    def _children(self) -> list[str]:
+        raise NotImplementedError
+
+    def _child(self, name: str) -> Self:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int | slice | str) -> Any:
+        children = self._children
+        if isinstance(index, slice):
+            return [self._child(name) for name in children[index]]
+        if isinstance(index, str) or not -len(children) <= index < len(children):
+            raise UnknownModuleError(f"{self._path}[{index!r}]: {self._path} has {len(children)} modules.")
+        return self._child(children[index])
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __iter__(self) -> Iterator[Self]:
+        return map(self._child, self._children)
+
+
+class Envoy(CallPoints, ModuleTree):
     """One module of the running model. Its children are attributes or items, as on the module itself."""
 
     def __init__(self, module: nn.Module | None, path: str, forward: Forward) -> None:
@@ -229,7 +256,7 @@ class Envoy(CallPoints):
         return Source(self._forward, self._path)
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
-        """Apply the module to values of the trace. This does not touch the running forward."""
+        """Apply the module to values of the trace. The running forward is not affected."""
         if hook:
             raise self._cannot_hook()
         call = self._forward.peers.applied(self._path, self._module)
@@ -250,7 +277,7 @@ class Envoy(CallPoints):
         return self._forward.apart(call, args, kwargs)
 
     def _computed(self, path: str, value: Callable[[], Any]) -> Any:
-        """`value()`, which uses the module at `path`, computed on the pipeline stage that has the module."""
+        """`value()`, which uses the module at `path`, computed on the pipeline stage that owns the module."""
         return value() if self._forward.stage.size == 1 else current_body().compute(path, value)
 
     def _child(self, name: str) -> Envoy:
@@ -260,7 +287,7 @@ class Envoy(CallPoints):
 
     @property
     def _children(self) -> list[str]:
-        """The names of the modules in this one, on all pipeline stages."""
+        """The names of this module's children, on all pipeline stages."""
         return self._forward.stage.children_of(self._path)
 
     def __getattr__(self, name: str) -> Any:
@@ -304,21 +331,6 @@ class Envoy(CallPoints):
             )
         super().__setattr__(name, value)
 
-    def __getitem__(self, index: int | slice) -> Any:
-        children = self._children
-        if isinstance(index, slice):
-            return [self._child(name) for name in children[index]]
-        try:
-            return self._child(children[index])
-        except IndexError:
-            raise UnknownModuleError(f"{self._path}[{index}]: {self._path} has {len(children)} modules.") from None
-
-    def __len__(self) -> int:
-        return len(self._children)
-
-    def __iter__(self) -> Iterator[Envoy]:
-        return iter(self[:])
-
     def __repr__(self) -> str:
         shown = repr(self._module) if self._module is not None else self._class_name
         return f"{self._path}: {shown}" if self._path else shown
@@ -329,7 +341,9 @@ class Envoy(CallPoints):
 
 
 class SitePerLayer:
-    """A standard accessor: `accessor[i]` is the site's value at layer i, `[tokens, hidden]`; a slice gives a list, in order of layers."""
+    """A standard accessor: `accessor[i]` is the site's value at layer i, `[tokens, hidden]`; a slice gives a list in the order of the
+    layers.
+    """
 
     def __init__(self, arch: Architecture, site: str) -> None:
         self._arch = arch
@@ -381,14 +395,14 @@ def _site_property(site: str) -> property:
 
 
 def inside(name: str) -> TraceError:
-    """The error for calling something inside of a trace that belongs outside."""
+    """The error for calling a method of the model inside a trace."""
     return TraceError(
         f"model.{name} cannot be called inside of a trace. To trace several prompts, write invokes: `tracer.invoke(prompt)`."
     )
 
 
 class Generator:
-    """`model.generator`: transformers' generation. `output` stands for the final output, `streamer.output` is the token of the step."""
+    """`model.generator`: transformers' generation. `output` stands for the final output, and `streamer.output` is the step's token."""
 
     @property
     def output(self) -> Any:
@@ -474,7 +488,7 @@ class ModelEnvoy(Envoy, Sizes):
 
     @property
     def samples(self) -> torch.Tensor:
-        """The token sampled in this step, `[1]`, integer. The request goes on with the token that is written here."""
+        """The token sampled in this step, `[1]`, integer. Write another token here to continue the request with it."""
         return read_point(("", "samples"))
 
     @samples.setter
@@ -498,7 +512,7 @@ class ModelEnvoy(Envoy, Sizes):
 
     def project_on_vocab(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logit lens (nostalgebraist, 2020): final norm and unembedding of `hidden`, `[n, hidden]` -> `[n, vocab]`."""
-        if not isinstance(hidden, RemoteValue) and hidden.shape[-1] != self.hidden_size:
+        if not isinstance(hidden, StageValue) and hidden.shape[-1] != self.hidden_size:
             raise ShapeError(f"project_on_vocab takes [n, {self.hidden_size}]; {list(hidden.shape)} was given.")
         norm = self._arch.binding("final_norm")  # raises a clear error if there is none
         return self._computed(norm.path, lambda: self._apart(self._unembed, (real(hidden),), {}))
@@ -510,7 +524,7 @@ class ModelEnvoy(Envoy, Sizes):
         factor: float = 1.0,
         positions: int | slice | list[int] | None = None,
     ) -> None:
-        """Add `factor * vector` to the residual stream leaving each of `layers`.
+        """Add `factor * vector` to the residual stream after each of `layers`.
 
         Args:
             vector: `[hidden]`, or `[tokens, hidden]`.
@@ -521,7 +535,7 @@ class ModelEnvoy(Envoy, Sizes):
             raise UnknownSiteError(f"steer: layers {out} are out of range; the model has {self.num_layers}.")
         for layer in sorted(i % self.num_layers for i in chosen):
             hidden = self.layers_output[layer]
-            if isinstance(hidden, RemoteValue):
+            if isinstance(hidden, StageValue):
                 continue
             added = factor * real(vector).to(hidden)
             if positions is None:
@@ -531,14 +545,14 @@ class ModelEnvoy(Envoy, Sizes):
             self.layers_output[layer] = hidden
 
     def skip_layers(self, start: int, end: int | None = None) -> None:
-        """Make layers `start` to `end`, inclusive, leave the residual stream as it is. `end=None` skips `start` only."""
+        """Skip layers `start` to `end`, inclusive: the residual stream passes them unchanged. `end=None` skips `start` only."""
         end = start if end is None else end
         first, last = (layer + self.num_layers if layer < 0 else layer for layer in (start, end))
         if not 0 <= first <= last < self.num_layers:
             raise UnknownSiteError(f"skip_layers({start}, {end}): layers run from 0 to {self.num_layers - 1}.")
         start, end = first, last
         before = self.layers_input[start]
-        self.layers_output[end] = before if isinstance(before, RemoteValue) else before.clone()
+        self.layers_output[end] = before if isinstance(before, StageValue) else before.clone()
 
     def __repr__(self) -> str:
         return f"<model: {type(self._module).__name__}, {self.num_layers} layers>"

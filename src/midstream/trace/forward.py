@@ -1,4 +1,4 @@
-"""One model's forward pass as its traces see it: where it is, and the hooks by which it reports that.
+"""One model's forward pass as its traces see it: its present position, and the hooks that report it.
 
 Hooks are on the model only while a trace is alive, and only at the points that a trace has asked for.
 """
@@ -22,7 +22,7 @@ from midstream import hooks
 from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
-from midstream.trace.remote import ALONE, Peers, Stage
+from midstream.trace.parallel import ALONE, Peers, Stage
 from midstream.trace.rewrite import compiled, made_again
 from midstream.trace.saves import closure_of
 from midstream.trace.visit import Visit
@@ -36,25 +36,25 @@ _NEVER_PASSED = 1 << 61
 
 
 class Forward:
-    """Where a model's forward pass is.
+    """The position of a model's forward pass.
 
     Args:
         root: the model whose modules are traced.
         order: from `Architecture.order`: the moments of the forward at which each module is called and returns.
         stage: this process's stage of the pipeline.
-        peers: the tensor-parallel ranks that share each layer with this one.
+        peers: the tensor-parallel ranks that hold the other shards of each layer.
         aliases: the user's other names of modules.
 
     Attributes:
         modules: path -> module.
-        muted: whether modules run for something else than the step.
+        muted: whether modules run outside of the step, for a trace.
         reachable: the points that the step's forward passes; None for all.
         watchers: callbacks at points, with the names of their bodies.
-        overrides: values to put at points in this step, with the names of their bodies.
+        overrides: values to write at points in this step, with the names of their bodies.
         at_barrier: the names of the bodies that wait at each barrier.
-        freed: the names of those that a barrier has let go on.
+        freed: the names of the bodies that a barrier has released.
         attached: path -> names of the caller's modules there.
-        live_storages: the memory of the tensors that traces on transformers have got in this step.
+        live_storages: the memory of the tensors that traces on transformers have read in this step.
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class Forward:
         self._handles: dict[Key, hooks.Handle] = {}
 
     def fire(self, key: Key, tree: Any, direct: bool = False) -> Any:
-        """The forward is at `key` with value `tree`. Returns the value to go on with."""
+        """The forward is at `key` with value `tree`. Returns the value to continue with."""
         raise NotImplementedError
 
-    # Where it is.
+    # Position.
 
     def ordinal(self, key: Key) -> tuple[int, int]:
-        """The first and the last moment of the forward at which it is at `key`."""
+        """The first and the last moment at which the forward is at `key`."""
         if key in LAST_POINTS:
             return LAST_POINTS[key], LAST_POINTS[key]
         return self.order.get(key[:2] if len(key) == 2 else (key[0], "input"), (-1, _NEVER_PASSED))
 
     def has_passed(self, key: Key) -> bool:
-        """Whether the forward can no longer get to `key` in this step."""
+        """Whether the forward can no longer reach `key` in this step."""
         if not self._stepping:
             return True
         return key != self._firing and len(key) != 4 and self.ordinal(key)[1] <= self._position
 
     def where(self, step: int) -> str:
-        """Where the forward is, for messages."""
+        """The position of the forward, for messages."""
         return f"{point_name(self._point)} of step {step}" if self._point != STEP_START else f"the start of step {step}"
 
     def is_live(self, value: torch.Tensor) -> bool:
@@ -119,19 +119,19 @@ class Forward:
     # Called by bodies.
 
     def watch(self, body: str, key: Key, watcher: Watcher) -> None:
-        """Call `watcher` with every later visit of the body's request to `key`, after all edits there."""
+        """Call `watcher` at every later visit of the body's request to `key`, after all edits there."""
         self.peers.note(body, f"a cache of {point_name(key)}")
         self.prepare(key)
         self.watchers.setdefault(key, []).append((body, watcher))
 
     def override(self, body: str, key: Key, value: Any) -> None:
-        """Replace the request's part of `key` by `value` when the forward gets there in this step."""
+        """Replace the request's part of `key` by `value` when the forward reaches it in this step."""
         self.peers.note(body, f"a skip to {point_name(key)}")
         self.prepare(key)
         self.overrides.setdefault(key, []).append((body, value))
 
     def apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module on a value that is not the forward's. The points that it passes do not count."""
+        """Call a module on a value of a trace. The points that it passes do not count."""
         self.muted = True
         try:
             return function(*args, **kwargs)
@@ -139,7 +139,7 @@ class Forward:
             self.muted = False
 
     def arrive(self, barrier: Any, body: str) -> None:
-        """The body is at a barrier. The last of `barrier.parties` frees the others; after that the barrier is closed again."""
+        """The body is at a barrier. The last of `barrier.parties` bodies releases the others, and closes the barrier again."""
         waiting = self.at_barrier.setdefault(barrier, [])
         if len(waiting) + 1 < barrier.parties:
             waiting.append(body)
@@ -147,7 +147,7 @@ class Forward:
             self.freed += self.at_barrier.pop(barrier)
 
     def is_held(self, barrier: object, body: str) -> bool:
-        """Whether the body has to go on waiting at a barrier."""
+        """Whether the body has to keep waiting at a barrier."""
         return body in self.at_barrier.get(barrier, ())
 
     def attribute(self, path: str, module: Any, name: str) -> Any:
@@ -155,7 +155,7 @@ class Forward:
         return getattr(module, name)
 
     def attach(self, path: str, name: str, module: nn.Module) -> None:
-        """Make a module of the caller's a child of the module at `path`. Raises TraceError in a trace, or for a name that is taken."""
+        """Add a module of the caller's to the module at `path`. Raises TraceError in a trace, or if the name is taken."""
         parent = self.modules[path]
         if self.stepping:
             raise TraceError(
@@ -177,7 +177,7 @@ class Forward:
         return len(self._handles)
 
     def prepare(self, key: Key) -> None:
-        """Have the forward report when it gets to `key`."""
+        """Make the forward report when it reaches `key`."""
         if not key[0] and key[1] not in ("input", "output"):
             return
         if self.reachable is not None and key not in self.reachable:
@@ -195,8 +195,8 @@ class Forward:
                 self._handles[key] = hooks.after(module, lambda output: self.fire(key, output))
 
     def _watch_containers(self) -> None:
-        """Hook all modules that have children. A module looks for hooks when it is called, so one without any would not see a hook that
-        is added while it runs.
+        """Hook all modules that have children. PyTorch looks for hooks when it calls a module, so a module without any would miss a hook
+        that is added while it runs.
         """
         for path, module in self.modules.items():
             if hooks.skips_hooks(module):
@@ -221,24 +221,18 @@ class Forward:
 # `.source`
 
 _DISPATCH, _ASSIGNED = "__midstream_call__", "__midstream_assigned__"
-_READ_THE_FRAME = (
-    "locals",
-    "globals",
-    "vars",
-    "dir",
-    "eval",
-    "exec",
-)  # builtins that have to be called by the forward itself
+# Builtins that only the forward itself may call, since they read its frame.
+_READ_THE_FRAME = ("locals", "globals", "vars", "dir", "eval", "exec")
 
 
 @dataclass(frozen=True)
 class ForwardSource:
-    """A forward's text and the code that reports its calls and assignments.
+    """A forward's text, and the code that reports its calls and assignments.
 
     Attributes:
-        names: of the calls and assignments, as nnsight 0.8.1 has them, in the order in which they run.
+        names: of the calls and assignments, as in nnsight 0.8.1, in the order in which they run.
         lines: of the calls and assignments, counted from the first line of `text`.
-        called: name of a call -> what it calls, as the code says it.
+        called: name of a call -> the expression that it calls.
         scope: the variables from outside of the forward that its code may use.
     """
 
@@ -250,21 +244,21 @@ class ForwardSource:
     scope: Mapping[str, Any]
 
     def attribute(self, name: str) -> str:
-        """The attribute of the module that a call calls: `mlp.down_proj` for `self.mlp.down_proj(x)`; "" if it calls none."""
+        """The module's attribute that a call calls: `mlp.down_proj` for `self.mlp.down_proj(x)`; empty for other calls."""
         owner, _, attribute = self.called.get(name, "").partition(".")
         return attribute if owner == "self" and attribute.replace(".", "").isidentifier() else ""
 
     def is_assignment(self, name: str) -> bool:
-        """Whether this is the name of an assignment, which calls no function."""
+        """Whether the name is an assignment's."""
         return name in self.names and name not in self.called
 
     def calls_of(self, name: str) -> list[str]:
-        """The calls with the same name but for the number."""
+        """The calls whose names differ only in the number."""
         stem = name.rpartition("_")[0]
         return [each for each in self.called if each.rpartition("_")[0] == stem]
 
     def within(self, name: str) -> ForwardSource | None:
-        """The source of the function that a call calls, if that can be told without a forward: it is a global."""
+        """The source of the function that a call calls, if it is a global; else None, as it is known only during a forward."""
         called: Any = self.scope.get((parts := self.called.get(name, "").split("."))[0])
         for attribute in parts[1:]:
             called = getattr(called, attribute, None)
@@ -284,7 +278,7 @@ class ForwardSource:
 
 
 class _Dispatch(ast.NodeTransformer):
-    """Has a forward report its calls and assignments.
+    """Rewrites a forward so that it reports its calls and assignments.
 
     `f(x)` becomes `__midstream_call__("f_0", f, x)`, and `h = x` becomes `h = __midstream_call__("h_0", __midstream_assigned__, x)`.
     """
@@ -307,7 +301,7 @@ class _Dispatch(ast.NodeTransformer):
         return _dispatched(name, node.func, node.args, node.keywords, node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        node.value = self.visit(node.value)  # it runs before the calls in the targets
+        node.value = self.visit(node.value)  # the value is computed before the targets
         node.targets = [self.visit(target) for target in node.targets]
         if len(node.targets) == 1:
             node.value = self._assigned(node.targets[0], node.value, node)
@@ -319,7 +313,7 @@ class _Dispatch(ast.NodeTransformer):
         return node
 
     def _assigned(self, target: ast.expr, value: ast.expr, statement: ast.stmt) -> ast.expr:
-        """The value, reported under the target's name. `a, b = x, y` is two assignments; `a, b = f(x)` has no name of its own."""
+        """The value, reported under the target's name. `a, b = x, y` is two assignments; `a, b = f(x)` has no name."""
         match target, value:
             case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
                 if len(targets) == len(values) and not any(isinstance(each, ast.Starred) for each in targets + values):
@@ -346,8 +340,8 @@ def _dispatched(
 
 
 def _parts(expression: ast.expr) -> list[str]:
-    """The names in an expression: `self`, `up` for `self.up` and `self.up[0]`. The first is "" if the expression begins with something
-    else than a variable: "", `split` for `self.up(x).split`.
+    """The names in an expression: `self`, `up` for `self.up` and `self.up[0]`. The first is empty if the expression does not begin with a
+    variable: "", `split` for `self.up(x).split`.
     """
     match expression:
         case ast.Name(id=name):
@@ -362,7 +356,8 @@ def _parts(expression: ast.expr) -> list[str]:
 @functools.cache
 def forward_source(forward: FunctionType) -> ForwardSource:
     """Read and rewrite a forward, without its decorators. Raises SourceUnavailableError if it has no Python source."""
-    forward = _undecorated(forward)
+    while (variable := _decorated(forward)) is not None:
+        forward = closure_of(forward)[variable]
     text, function = _definition(forward)
     function.decorator_list = []
     dispatch = _Dispatch()
@@ -386,9 +381,9 @@ def _definition(function: FunctionType) -> tuple[str, ast.FunctionDef]:
 
 
 def _decorated(wrapper: Any) -> str | None:
-    """The variable in which a decorator's function has the function that it wraps and calls.
+    """The closure variable that holds the function which a decorator's wrapper calls.
 
-    None if it calls none of its closure, or several: such a function is traced itself, so that the call that is made shows up.
+    None if the wrapper calls no closure variable, or several. It is then traced itself, so that the call that it makes is reported.
     """
     if not isinstance(wrapper, FunctionType) or not wrapper.__closure__:
         return None
@@ -403,14 +398,8 @@ def _decorated(wrapper: Any) -> str | None:
     return held[0] if len(held) == 1 and closure_of(wrapper)[held[0]] is not wrapper else None
 
 
-def _undecorated(function: Any) -> Any:
-    while (name := _decorated(function)) is not None:
-        function = closure_of(function)[name]
-    return function
-
-
 def _rewritten(function: FunctionType, source: ForwardSource, caller: Callable[..., Any]) -> FunctionType:
-    """The function with its decorators, and with the calls in its source made by `caller`."""
+    """The function with its decorators, and with `caller` making the calls in its source."""
     if (name := _decorated(function)) is not None:
         return made_again(function, function.__code__, {name: _rewritten(closure_of(function)[name], source, caller)})
     return made_again(function, source.code, {_DISPATCH: caller, _ASSIGNED: _assigned})
@@ -421,22 +410,21 @@ def _assigned(value: Any) -> Any:
 
 
 class SourceHooks:
-    """Replaces forwards by rewritten ones while a trace is alive. `fire` gets each call's point and value."""
+    """Replaces forwards by rewritten ones while a trace is alive. `fire` receives each call's point and value."""
 
     def __init__(self, modules: Mapping[str, nn.Module], fire: Callable[[Any, Any], Any]) -> None:
         self._modules = modules
         self._paths = {module: path for path, module in modules.items()}
         self._fire = fire
         self._handles: dict[str, hooks.Handle] = {}
-        self._opened: dict[
-            tuple[str, str], ForwardSource | None
-        ] = {}  # calls of functions whose own calls are reported
+        # Calls of functions whose own calls are reported.
+        self._opened: dict[tuple[str, str], ForwardSource | None] = {}
 
     def of(self, path: str) -> ForwardSource:
         return forward_source(type(self._modules[path]).forward)  # type: ignore[arg-type]
 
     def module_point(self, key: Key) -> Key:
-        """If `key` is the call of a module, the module's own point, which has the same value; else `key`."""
+        """The module's own point if `key` is the call of a module, since both have the same value; else `key`."""
         if len(key) != 4:
             return key
         path, _, name, kind = key
@@ -454,7 +442,7 @@ class SourceHooks:
         self._handles[path] = hooks.replace_forward(module, made.__get__(module))
 
     def _caller(self, path: str, within: str = "") -> Callable[..., Any]:
-        """What rewritten code calls in place of a function; `within` is the start of the calls' names."""
+        """The function that rewritten code calls in place of others. `within` is the prefix of the calls' names."""
 
         def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             name = within + name
@@ -466,16 +454,16 @@ class SourceHooks:
         return call
 
     def open(self, path: str, name: str) -> None:
-        """Report the calls within the function that this call calls, too, as `name.inner`."""
+        """Also report the calls in the function that this call calls, as `name.inner`."""
         self._opened.setdefault((path, name), None)
 
     def calls_in(self, path: str, name: str) -> tuple[str, ...]:
-        """The names of the calls in a function that was opened and called."""
+        """The names of the calls in a function that was opened and has been called."""
         source = self._opened.get((path, name))
         return source.names if source is not None else ()
 
     def _reporting(self, path: str, name: str, function: Any) -> Any:
-        """The function, rewritten to report its calls; itself if it is not a Python function with source."""
+        """The function, rewritten to report its calls; unchanged if it is not a Python function with source."""
         plain = getattr(function, "__func__", function)
         try:
             source = forward_source(plain)
@@ -486,7 +474,7 @@ class SourceHooks:
         return made.__get__(function.__self__) if hasattr(function, "__func__") else made
 
     def remove(self) -> None:
-        """Put the modules' own forwards back."""
+        """Restore the modules' own forwards."""
         self._opened.clear()
         for handle in self._handles.values():
             handle.remove()

@@ -1,7 +1,7 @@
-"""A recorded trace as data: the values that its code computes, step by step, and the sites that it writes.
+"""A recorded trace as data: the values that its code computes, step by step, and its writes to sites.
 
-`trace.record` makes it, and the passes in `lowering.passes` and `lowering.tiers` read it. A value never changes: where the code changes a
-tensor in place, the recorder notes a new value for the tensor's memory.
+`trace.record` makes it; `lowering.passes` and `lowering.tiers` read it. A value never changes: where the code changes a tensor in place,
+the recorder notes a new value for the tensor's memory.
 
 Legend: T tokens of a step, H the site's width.
 """
@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from midstream.lazy import unwritten
 from midstream.sites import Point
-from midstream.tree import as_bits, is_raw, objects_in
+from midstream.tree import as_bits, is_raw, objects_in, unwritten
 
 Kind = Literal["read", "const", "call", "put", "module"]
 # One step from a tensor to a view of it: the operation, its further arguments, and which of its results.
@@ -30,19 +29,19 @@ class Value:
     """A tensor in a graph.
 
     Attributes:
-        kind: "read" is a site's value, "const" a tensor that the code has from elsewhere, "call" the result of a PyTorch operation, "put"
-            a tensor with other numbers in a view of it, and "module" what a module of the model returns.
-        what: a read's point, a const's tensor, a call's operation, a put's view, or a module's path.
+        kind: "read" is a site's value, "const" a tensor from outside of the recording, "call" the result of a PyTorch operation, "put" a
+            tensor with other numbers in a view of it, and "module" the output of a module of the model.
+        target: a read's point, a const's tensor, a call's operation, a put's view, or a module's path.
         args, kwargs: of a call or module; a put has the tensor and the new numbers as its arguments.
-        out: which of a call's results it is, if there are several; or the argument that the call changes in place, by place or name.
-        step: in which step it is computed.
+        out: the index of the result, if a call has several; or the argument that the call changes in place, by place or name.
+        step: the step in which it is computed.
         shape, dtype: of the tensor, as recorded.
         line: of the code, 0 if unknown.
-        part: of a read, which tensor of a tuple of two streams; None for the site's value.
+        part: of a read, the index in a tuple of two streams; None for the site's value.
     """
 
     kind: Kind
-    what: Any
+    target: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     out: int | str | None = None
@@ -60,11 +59,11 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """A site's value when the code goes on to another point.
+    """A write to a site, noted when the code moves on to another point.
 
     Attributes:
         was: the value that the code has read there.
-        now: the value that replaces it. It may have fewer axes, and then it is the same for each token.
+        now: the value that replaces it. If it has fewer axes, it is the same for each token.
     """
 
     point: Point
@@ -75,7 +74,7 @@ class Write:
 
 @dataclass(eq=False, slots=True)
 class StepGraph:
-    """What the code does in one step.
+    """The code's actions in one step.
 
     Attributes:
         tokens: T, as recorded.
@@ -93,7 +92,7 @@ class StepGraph:
 
 
 def ancestors(values: Sequence[Value]) -> Iterator[Value]:
-    """The values and all that they are computed from, each once."""
+    """The values and all values that they are computed from, each once."""
     seen: set[int] = set()
     rest = list(values)
     while rest:
@@ -110,7 +109,7 @@ def repeats(one: StepGraph, before: StepGraph) -> bool:
 
 
 def same_steps(one: Sequence[StepGraph], other: Sequence[StepGraph]) -> bool:
-    """Whether two recordings did the same, except that the prompts may have different lengths."""
+    """Whether two recordings did the same. The prompts may have different lengths."""
     if len(one) != len(other):
         return False
     pairs: dict[int, Value] = {}  # id of a value of the one -> that of the other
@@ -134,7 +133,7 @@ def _same_step(a: StepGraph, b: StepGraph, pairs: dict[int, Value]) -> bool:
 def _same_value(a: Value, b: Value, pairs: dict[int, Value], lengths: tuple[int, int]) -> bool:
     if (a.kind, a.out, a.dtype, a.part) != (b.kind, b.out, b.dtype, b.part):
         return False
-    if len(a.shape) != len(b.shape) or not _same(a.what, b.what, pairs, lengths):
+    if len(a.shape) != len(b.shape) or not _same(a.target, b.target, pairs, lengths):
         return False
     return _same((a.args, a.kwargs), (b.args, b.kwargs), pairs, lengths)
 
@@ -149,7 +148,7 @@ def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors of one shape and dtype have the same numbers: NaN is NaN, and 0 is not -0."""
+    """Whether tensors of one shape and dtype have the same numbers: NaN equals NaN, and 0 differs from -0."""
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if is_raw(a) and is_raw(b) and torch.equal(as_bits(a), as_bits(b)):  # the usual case, and quick
@@ -160,10 +159,10 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _same(a: Any, b: Any, pairs: dict[int, Value], lengths: tuple[int, int]) -> bool:
-    """Whether nested arguments are the same. Whole numbers may be in proportion to the prompt's length: sizes are."""
+    """Whether nested arguments are the same. Integers may be proportional to the prompt's length, as sizes are."""
     if isinstance(a, Value):
         return pairs.get(id(a)) is b or (
-            isinstance(b, Value) and a.kind == b.kind == "const" and (a is b or same_tensor(a.what, b.what))
+            isinstance(b, Value) and a.kind == b.kind == "const" and (a is b or same_tensor(a.target, b.target))
         )
     if isinstance(a, (tuple, list)):
         return (

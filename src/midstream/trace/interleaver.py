@@ -1,6 +1,6 @@
-"""Runs the bodies of the traces in a batch in turns with one forward pass.
+"""Runs the bodies of the traces in a batch, interleaved with one forward pass.
 
-`begin_step` says which requests the coming forward holds, hooks call `fire` at each point that a body waits for, and `end_step` closes the
+`begin_step` says which requests the next forward contains, hooks call `fire` at each point that a body waits for, and `end_step` closes the
 step.
 """
 
@@ -14,27 +14,27 @@ from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverR
 from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
-from midstream.trace.rows import Event, FlatRows, Part, Span
+from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan
 from midstream.trace.visit import Journal, Visit, move_to_host
 
 
 class Interleaver(Forward):
-    """A model's forward pass with the traces that are alive on it. Arguments are as of `Forward`.
+    """A model's forward pass with the traces that are alive on it. Arguments are those of `Forward`.
 
     Attributes:
         bodies: by name, in the order in which they were added.
         rows: of the step's bodies.
-        last_rows: where logits and samples of the step's bodies are.
+        last_rows: the rows of logits and samples of the step's bodies.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.bodies: dict[str, Body] = {}
-        self.rows: dict[str, Part] = {}
-        self.last_rows: dict[str, Part] = {}
+        self.rows: dict[str, RequestRows] = {}
+        self.last_rows: dict[str, RequestRows] = {}
         self._waiting: dict[Key, list[Body]] = {}
         self._replays: dict[Key, list[tuple[Journal, FlatRows]]] = {}
-        self._span: Span | None = None
+        self._span: RowSpan | None = None
 
     # Requests.
 
@@ -46,7 +46,7 @@ class Interleaver(Forward):
         self.bodies[body.name] = body
 
     def finish(self, name: str, error: MidstreamError | None = None) -> Body | None:
-        """The request has ended: let its body run to its end. Where it still waits, `error` or NeverReachedError is raised."""
+        """The request has ended: run its body to its end. A body that still waits gets `error`, or NeverReachedError."""
         body = self.bodies.pop(name, None)
         if body is None:
             return None
@@ -60,7 +60,9 @@ class Interleaver(Forward):
             elif key == STEP_START:
                 body.resume(False)
             elif key == BARRIER:
-                text = f"The request ended while this invoke waited at a barrier{of}: that many invokes have to come to it."
+                text = (
+                    f"The request ended while this invoke waited at a barrier{of}: that many invokes have to reach it."
+                )
                 body.resume(error=BarrierError(text))
             else:
                 text = f"{point_name(key)} of step {step} was never reached: the request ended after step {body.now}."
@@ -70,7 +72,7 @@ class Interleaver(Forward):
         return body
 
     def discard(self, name: str) -> None:
-        """The request is gone, and its results are not needed."""
+        """Drop the body of a request that is gone."""
         body = self.bodies.pop(name, None)
         if body is not None:
             self._forget(body)
@@ -100,7 +102,7 @@ class Interleaver(Forward):
             self.at_barrier.clear()
 
     def is_watched_by(self, body: Body) -> bool:
-        """Whether the body is filling a cache, so that its request has to be followed to its end though its code may be done."""
+        """Whether the body is filling a cache. Its request is then followed to its end, even if the body's code is done."""
         return body.failure is None and any(
             name == body.name for watchers in self.watchers.values() for name, _ in watchers
         )
@@ -109,16 +111,16 @@ class Interleaver(Forward):
 
     def begin_step(
         self,
-        rows: Mapping[str, Part],
+        rows: Mapping[str, RequestRows],
         replays: Sequence[tuple[Journal, FlatRows]] = (),
-        last_rows: Mapping[str, Part] | None = None,
+        last_rows: Mapping[str, RequestRows] | None = None,
     ) -> None:
-        """A forward pass begins that holds these requests' tokens.
+        """A forward pass with these requests' tokens begins.
 
         Args:
-            rows: where the tokens of each body's request are in the batch.
+            rows: the rows of each body's request in the batch.
             replays: the edits of preempted requests, and the rows of the positions that are computed again.
-            last_rows: where each body's logits and sample are, if these have one row a request; else as `rows`.
+            last_rows: the rows of each body's logits and sample, if these have one row for each request; else as `rows`.
         """
         self._position, self._point, self._stepping = -1, STEP_START, True
         for table in (self._waiting, self._replays, self.overrides):
@@ -159,7 +161,8 @@ class Interleaver(Forward):
         for body in list(self.bodies.values()):
             if body.name in self.rows:
                 self._close(body)
-        while released := self._release_barriers():  # the last party may have waited for another stage until now
+        # The last body to arrive may have waited for another stage until now.
+        while released := self._release_barriers():
             for body in released:
                 if body.name in self.rows:
                     self._close(body)
@@ -172,7 +175,7 @@ class Interleaver(Forward):
         self._clean_up()
 
     def _close(self, body: Body) -> None:
-        """Let a body get to the end of the step. This stage's output is on its way, so later stages' values can come now."""
+        """Run a body to the end of the step. This stage's output is on its way, so values of later stages can arrive now."""
         while not body.done and body.parked is not None:
             key, step = body.parked
             if key == FETCH:
@@ -200,18 +203,18 @@ class Interleaver(Forward):
         return text
 
     def _file(self, body: Body) -> None:
-        """List a parked body at the point that it waits for."""
+        """List a parked body under the point that it waits for."""
         if body.done or body.parked is None or body.parked[0] in (BARRIER, FETCH):
             return
         if body.parked[1] == body.now and body.name in self.rows:
             self._waiting.setdefault(body.parked[0], []).append(body)
 
     def expects(self, key: Key) -> bool:
-        """Whether there is something to do at `key`."""
+        """Whether a body, a replay, a watcher or an override waits for `key`."""
         return any(table.get(key) for table in (self._waiting, self._replays, self.watchers, self.overrides))
 
     def fire(self, key: Key, tree: Any, direct: bool = False) -> Any:
-        """The forward is at `key` with value `tree`. Runs the bodies that wait for it, and returns the value to go on with.
+        """The forward is at `key` with value `tree`. Runs the bodies that wait for it, and returns the value to continue with.
 
         `direct`: edits have to change the tensors of `tree` themselves.
         """
@@ -250,7 +253,7 @@ class Interleaver(Forward):
         return event.tree
 
     def _refused(self, body: Body, key: Key) -> bool:
-        """Raise NeverReachedError in a body that waits for a point within a module that its request skips in this step."""
+        """Raise NeverReachedError in a body that waits for a point inside a module that its request skips in this step."""
         if (path := self._skipper(body.name, key)) is None:
             return False
         text = f"{point_name(key)} of step {body.now} was never reached: {path} is skipped."
@@ -260,7 +263,7 @@ class Interleaver(Forward):
         return True
 
     def _skipper(self, name: str, key: Key) -> str | None:
-        """The path of the skipped module that `key` lies in, for the request of this body; None if there is none."""
+        """The path of the skipped module that contains `key`, for the request of this body; None if there is none."""
         if not self.overrides:
             return None
         request = name.partition("#")[0]
@@ -275,12 +278,14 @@ class Interleaver(Forward):
         return None
 
     def _in_order(self, bodies: list[Body]) -> list[Body]:
-        """By the rows of their requests; bodies of one request in the order in which they were added, so that edits come before traces."""
+        """Sorted by the rows of their requests. Bodies of one request keep the order in which they were added, so edits come
+        before traces.
+        """
         added = {name: number for number, name in enumerate(self.bodies)}
         return sorted(bodies, key=lambda body: (getattr(self.rows[body.name], "start", 0), added[body.name]))
 
     def _visit(self, body: Body, event: Event) -> Visit:
-        if event.key in LAST_POINTS:  # nothing is computed again after these, so the journal need not know
+        if event.key in LAST_POINTS:  # an engine never computes these again, so the journal does not need them
             rows, journal, span = self.last_rows[body.name], None, None
         else:
             rows, journal, span = self.rows[body.name], body.journal, self._span
@@ -289,7 +294,7 @@ class Interleaver(Forward):
     @staticmethod
     @contextlib.contextmanager
     def _fails(body: Body) -> Iterator[None]:
-        """An error within the block is the body's, and no other's, although the body's code is not running."""
+        """Attribute an error in the block to this body alone, although the body's code is not running."""
         try:
             yield
         except DivergedError:  # the end of the step reports it
@@ -300,10 +305,10 @@ class Interleaver(Forward):
     # Pipeline stages.
 
     def _complete(self, bodies: Collection[Body]) -> None:
-        """Give these bodies the values of other stages that they wait for, other than those that come only after this forward.
+        """Fetch the values of other stages that these bodies wait for, except those that come only after this forward.
 
-        The value that arrives first goes first, even if it is for a body not among `bodies`: if each stage waited for one particular value,
-        two stages could wait for each other.
+        The value that arrives first is used first, even if it is for a body not among `bodies`: if each stage waited for one particular
+        value, two stages could wait for each other.
         """
         if self.stage.size == 1:
             return
@@ -326,10 +331,10 @@ class Interleaver(Forward):
             body.fail(error)
 
     def _first_answered(self, waiting: Collection[Body]) -> list[Body]:
-        """Those of `waiting` that can go on, at least one.
+        """The bodies of `waiting` whose values have arrived, at least one.
 
-        The first tensor-parallel rank decides: if bodies went on in another order on another rank, they would get to their gathers in
-        another order.
+        The first tensor-parallel rank decides: ranks that continued bodies in different orders would reach their gathers in different
+        orders.
         """
         fetches = {body.name: body.fetching for body in waiting if body.fetching is not None}
 
@@ -345,7 +350,7 @@ class Interleaver(Forward):
     # Barriers.
 
     def _release_barriers(self) -> list[Body]:
-        """Resume the bodies that a barrier has let go on. A preempted one goes on when its request is back."""
+        """Resume the bodies that a barrier has released. A preempted body resumes when its request is back."""
         released = [self.bodies[name] for name in self.freed if name in self.rows]
         self.freed = [name for name in self.freed if name not in self.rows]
         for body in released:
@@ -355,8 +360,8 @@ class Interleaver(Forward):
         return released
 
 
-def _dense_span(rows: list[Part]) -> Span | None:
-    """The rows from the first traced one to the last, if at least half of them are traced: then they are worth reading together."""
+def _dense_span(rows: list[RequestRows]) -> RowSpan | None:
+    """The rows from the first traced one to the last, if at least half of them are traced, so that it is worth reading them together."""
     flat = [part for part in rows if isinstance(part, FlatRows)]
     if len(flat) < 2:
         return None
@@ -365,7 +370,7 @@ def _dense_span(rows: list[Part]) -> Span | None:
 
 
 class BehindStep(Interleaver):
-    """Bodies that run when the forward is over, in the same order and by the same rules: `fire` is called with captured values.
+    """Runs bodies after the forward, in the same order and by the same rules: `fire` is called with captured values.
 
     Attributes:
         captured: the points that have values in this step.

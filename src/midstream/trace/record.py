@@ -1,11 +1,11 @@
-"""Records a trace: its code runs once on stand-ins, in the process that packs it, to find out what it does with the model.
+"""Records a trace: its code runs once on stand-ins, in the process that packs it, to find out how it uses the model.
 
     (programs,) = unship(data, model.resolve)           # a copy of the code and its variables
     recording = record(programs[0], model, tokens=7, steps=3)
     recording.steps[0].writes                           # or recording.reason, why the code has to run in the forward
 
-The code gets the same objects as in the forward, `ModelEnvoy` and `BodyTracer`, on a `RecordedBody`. What acts on the world outside, or
-depends on it, ends the recording before it happens.
+The code gets the same objects as in the forward, `ModelEnvoy` and `BodyTracer`, on a `RecordedBody`. An action that affects the outside
+world, or depends on it, ends the recording before it happens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from midstream.arch.aliases import Aliases
 from midstream.errors import TraceError
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import CURRENT, Body, StopTrace, current_body, never_reached, step_is_over
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write, repeats
-from midstream.trace.program import BlockProgram, FunctionProgram, Outcome, Program, _Pickler, outcome
-from midstream.trace.remote import Peers
+from midstream.trace.outcome import Outcome, outcome
+from midstream.trace.parallel import Peers, Stage
 from midstream.trace.saves import variables_of
+from midstream.trace.shipping import CodePickler
 from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
 from midstream.trace.tracer import BodyTracer, Cache
 from midstream.trace.weights import Weights
@@ -50,19 +52,19 @@ from midstream.trace.weights import Weights
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of the model before a trace runs.
+    """The facts about the model that are known before a trace runs.
 
     Attributes:
-        arch: where its sites are, and in which order the forward gets there.
+        arch: the places of its sites, and the order in which the forward reaches them.
         modules: path -> class name.
-        sites: those at which a plan leaves compiled code as it is.
+        sites: those that a plan can use inside compiled code.
         dtype, device: of its activations.
         vocab_size: the width of the logits.
         tokenizer: returns the model's.
         text_config: the model's transformers configuration.
-        holds_weights: whether its engine can be told to hold large numbers, so that requests need not carry them.
-        are_together: whether one pipeline stage has two points.
-        recorded: what was recorded last, the oldest first.
+        holds_weights: whether its engine can hold large constants, so that requests need not carry them.
+        are_together: whether one pipeline stage owns both points.
+        recorded: the latest recordings, the oldest first.
     """
 
     arch: Architecture
@@ -79,7 +81,7 @@ class Model:
     recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        """Import what operations import when they first need it: it changes a function of torch and the environment."""
+        """Import the modules that operations import at their first use: the import changes a function of torch and the environment."""
         importlib.import_module("torch._dynamo")
 
     @cached_property
@@ -98,7 +100,7 @@ class Model:
 
     @cached_property
     def envoy(self) -> ModelEnvoy:
-        """The model as the code that is being recorded sees it."""
+        """The model as recorded code sees it."""
         return _RecordedModel(self)
 
     def resolve(self, reference: tuple[Any, ...]) -> Any:
@@ -111,14 +113,14 @@ class Model:
 
 @dataclass
 class Recording:
-    """What a program does.
+    """The recorded actions of a program.
 
     Attributes:
         steps: its graphs.
         reason: why it cannot be recorded, with `line`; None if it can.
-        outcome: what it saves, with stand-ins in place of tensors; or its error.
-        needs_body: whether it does more than to write to the model.
-        only_saves: whether saving is all that it does besides.
+        outcome: its saved values, with stand-ins in place of tensors; or its error.
+        needs_body: whether it does more than write to the model.
+        only_saves: whether saving is all that it does apart from reads and writes.
         saved: the tensors that it saves.
         sizes: every size of a value of the forward that it looks at.
         makes_numbers: whether it takes numbers of the forward.
@@ -140,7 +142,7 @@ class Recording:
 
     @cached_property
     def varied(self) -> int:
-        """How many steps there are before all that repeat the one before them; 2 at least."""
+        """The number of steps before all later ones repeat the one before them; at least 2."""
         for number in range(len(self.steps) - 1, 1, -1):
             if not repeats(self.steps[number], self.steps[number - 1]):
                 return number + 1
@@ -148,7 +150,7 @@ class Recording:
 
 
 def record(
-    program: Program,
+    program: TraceProgram,
     model: Model,
     tokens: int,
     steps: int,
@@ -160,23 +162,24 @@ def record(
 
     Args:
         program: a copy, which the run may change.
-        tokens: how many the prompt has.
-        steps: how many the request has.
+        tokens: the length of the prompt.
+        steps: the number of the request's steps.
         has_arrays: whether the program has numpy arrays.
-        converted: as of `Notes`.
-        is_known: whether a recording of more steps has shown that its code does not act on the world outside.
+        converted: as in `Notes`.
+        is_known: whether a recording of more steps has shown that the code does not act on the outside world.
     """
     notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules = {name: (module, dict(vars(module))) for name, module in _give_kinds(program).items()}
-    held = _Held()
+    printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
         with (
             torch.no_grad(),
             SeeingFunctions(notes),
             SeeingOperations(notes),
-            _held_back(held),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
             _guarded(notes, is_known),
         ):
             try:
@@ -197,10 +200,10 @@ def record(
             notes.reason = notes.reason or f"it changes a variable of the module {name}"
     found = outcome(body, program)
     returns = not is_plain(found.values)
-    if body.has_iterated:  # the request may have fewer steps
+    if body.has_iterated:  # the request may end earlier
         returns = returns or any(value is not None for value in found.values.values())
     writes_last = any(step.last for step in notes.steps)
-    does_more = any((found.stopped, held.used, body.wants_result, body.watched, writes_last))
+    does_more = any((found.stopped, printed.used, body.wants_result, body.watched, writes_last))
     return Recording(
         notes.steps,
         notes.reason,
@@ -216,8 +219,8 @@ def record(
     )
 
 
-class _Fingerprint(_Pickler):
-    """Pickles code that `Model.resolve` has given its model."""
+class _Fingerprint(CodePickler):
+    """Pickles code whose model is the one of `Model.resolve`."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, (Envoy, BodyTracer)):
@@ -225,14 +228,14 @@ class _Fingerprint(_Pickler):
         return super().persistent_id(obj)
 
 
-def fingerprint(programs: list[list[Program]]) -> tuple[bytes, Any] | None:
-    """Equal for copies of programs whose variables are equal; None if that is not known."""
+def fingerprint(programs: list[list[TraceProgram]]) -> tuple[bytes, Any] | None:
+    """Equal for copies of programs whose variables are equal; None if they cannot be compared."""
     buffer, weights = io.BytesIO(), Weights()
     for program in (each for own in programs for each in own):
         _give_kinds(program)
         if isinstance(program, FunctionProgram):
             with contextlib.suppress(TraceError):
-                _ = program._takes_tracer  # kept in the program once it is known
+                _ = program._takes_tracer  # cached on the program
     try:
         _Fingerprint(buffer, weights).dump(programs)
         return _without_class_ids(buffer.getvalue()), weights.contents()
@@ -241,7 +244,7 @@ def fingerprint(programs: list[list[Program]]) -> tuple[bytes, Any] | None:
 
 
 def _without_class_ids(data: bytes) -> bytes:
-    """The same with numbers in place of the ids that cloudpickle gives to the classes that it sends whole: each copy has its own."""
+    """The data with numbers in place of the ids that cloudpickle gives to classes sent by value, since each copy has its own."""
     known = {str(each).encode() for each in _DYNAMIC_CLASS_TRACKER_BY_CLASS.values()}
     numbers: dict[bytes, bytes] = {}
 
@@ -252,7 +255,7 @@ def _without_class_ids(data: bytes) -> bytes:
 
 
 def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
-    """Undo changes of a module's variables, which this process has, too. Returns whether there were any."""
+    """Undo changes of a module's variables. Returns whether there were any."""
     now = vars(module)
     changed = [name for name, value in before.items() if name not in now or now[name] is not value]
     # Imports add modules, and packages that load their parts late add functions and classes.
@@ -263,8 +266,8 @@ def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
     return bool(changed or new)
 
 
-def _give_kinds(program: Program) -> dict[str, ModuleType]:
-    """Have a program's functions use `kind_of` for `type`. Returns the modules among the variables that they use."""
+def _give_kinds(program: TraceProgram) -> dict[str, ModuleType]:
+    """Replace `type` by `kind_of` in a program's functions. Returns the modules among the variables that they use."""
     modules: dict[str, ModuleType] = {}
     program = getattr(program, "program", program)
     seen, rest = set[int](), list[Any]([program.fn] if isinstance(program, FunctionProgram) else [])
@@ -287,7 +290,7 @@ def _give_kinds(program: Program) -> dict[str, ModuleType]:
     return modules
 
 
-def _file_of(program: Program) -> str:
+def _file_of(program: TraceProgram) -> str:
     program = getattr(program, "program", program)  # of a standing edit
     if isinstance(program, BlockProgram):
         return program.block.code.co_filename
@@ -312,7 +315,7 @@ class RecordedBody(Body):
 
     Attributes:
         saved: the tensors that it has saved.
-        watched: as of `Recording`.
+        watched: as in `Recording`.
     """
 
     def __init__(self, model: Model, notes: Notes, tokens: int, steps: int) -> None:
@@ -322,7 +325,7 @@ class RecordedBody(Body):
         self.notes, self.saved = notes, list[StandIn]()
         self.watched: dict[Point, int] = {}
         self._model, self._tokens, self._count = model, tokens, steps
-        self._here: _Visit | None = None
+        self._visit: _RecordedVisit | None = None
         self._position = -1
         notes.steps.append(StepGraph(tokens))
 
@@ -345,13 +348,13 @@ class RecordedBody(Body):
         return not self.ended
 
     def leave(self) -> None:
-        """The code goes on to another point: what it has written at the last one is final."""
-        here, self._here = self._here, None
+        """The code moves on to another point, so its writes at the last one are final."""
+        here, self._visit = self._visit, None
         if here is not None:
             here.close()
 
     def at(self, key: Key) -> Any:
-        here = self._here
+        here = self._visit
         if here is not None and here.key == key and not self.ended:
             return here
         if self.ended:
@@ -366,8 +369,8 @@ class RecordedBody(Body):
             self.notes.end(f"{point_name(key)} is asked for out of the forward's order")
         self.leave()
         self._position = max(self._position, first)
-        self._here = _Visit(self, key, self._model)
-        return self._here
+        self._visit = _RecordedVisit(self, key, self._model)
+        return self._visit
 
     def read(self, key: Key, view: Callable[[Any], Any], width: int | None = None) -> Any:
         return view(self.at(key))
@@ -387,27 +390,27 @@ class RecordedBody(Body):
         if not isinstance(value, torch.Tensor):
             self.saves.put(value, value)
             return value
-        kept: Any = value.clone()
-        if isinstance(kept, StandIn):
-            self.saved.append(kept)
-        if self._here is not None:
-            self._here.follow(value, kept)
-        self.saves.put(value, kept)
-        self.saves.put(kept, kept)
-        return kept
+        saved: Any = value.clone()
+        if isinstance(saved, StandIn):
+            self.saved.append(saved)
+        if self._visit is not None:
+            self._visit.follow(value, saved)
+        self.saves.put(value, saved)
+        self.saves.put(saved, saved)
+        return saved
 
     @property
     def vocab_size(self) -> int:
         return self._model.vocab_size
 
     def compute_by(self, path: str, given: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """What a module of the model gives for a value, or the unembedding."""
+        """The output of a module of the model, or of the unembedding, for a value of the trace."""
         value = Value("module", path, (self.notes.value_of(given),), shape=tuple(shape), dtype=self._model.dtype)
         value.line = self.notes.at()
         return self.notes.new(value)
 
     def watch(self, key: Key) -> None:
-        """A cache gets the values at this point from here on."""
+        """A cache gets the values at this point from now on."""
         point = self._model.values.get(key)
         if point is None:
             self.notes.end(f"a cache of {point_name(key)}, which is not the value of a site")
@@ -415,7 +418,6 @@ class RecordedBody(Body):
 
 
 def _end(reason: str) -> NoReturn:
-    """End the recording of the code that is running."""
     body = current_body()
     assert isinstance(body, RecordedBody)
     body.notes.end(reason)
@@ -431,27 +433,28 @@ class _RecordedCache(Cache):
     get = keys = values = items = _unknown  # type: ignore[assignment]
 
 
-class _Visit:
-    """The values at one point of the forward: the stand-ins that the code gets, and what it puts in their place."""
+class _RecordedVisit:
+    """The values at one point of the forward: the stand-ins that the code has read, and their replacements."""
 
     def __init__(self, body: RecordedBody, key: Key, model: Model) -> None:
         self.key = key
         self._body, self._notes, self._model = body, body.notes, model
-        self._was: dict[Any, Value] = {}  # the values that were read: of a site, a stream, the logits or the samples
-        self._now: dict[Any, torch.Tensor] = {}  # the tensors that stand there now
+        self._was: dict[Any, Value] = {}  # the values read: of a site, a stream, the logits or the samples
+        self._now: dict[Any, torch.Tensor] = {}  # the tensors in their place now
         self._lines: dict[Any, int] = {}  # of assignments
-        self._converted: list[tuple[torch.Tensor, Any]] = []  # assigned as copies: each with its state then
+        # Values assigned as copies, with their states at that time.
+        self._converted: list[tuple[torch.Tensor, Any]] = []
         self._followed: list[tuple[StandIn, StandIn, int]] = []  # a value, its saved copy, the copy's version
         self._streams: tuple[torch.Tensor, ...] | None = None
 
-    def _read(self, what: Any, point: Point | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if what not in self._now:
+    def _read(self, slot: Any, point: Point | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if slot not in self._now:
             value = Value("read", point, shape=shape, dtype=dtype, line=self._notes.at())
-            value.part = what if isinstance(what, int) else None
-            self._now[what], self._was[what] = self._notes.new(value), value
+            value.part = slot if isinstance(slot, int) else None
+            self._now[slot], self._was[slot] = self._notes.new(value), value
             if isinstance(point, tuple):
                 self._notes.steps[-1].reads.setdefault(point, value.line)
-        return self._now[what]
+        return self._now[slot]
 
     def site(self, binding: Binding) -> torch.Tensor:
         self._settle()
@@ -462,12 +465,12 @@ class _Visit:
         return self._read(binding, point, (self._body.tokens, *shape), self._model.dtype)
 
     def _plain_binding(self) -> Binding | None:
-        """The site whose value the module's output or first input is; None if there is none."""
+        """The site whose value is the module's output or first input; None if there is none."""
         point = self._model.values.get(self.key)
         return self._model.arch.bindings[point] if point is not None else None
 
     def raw(self) -> Any:
-        """The module's output. Of its inputs `first` is known alone."""
+        """The module's output. Of its inputs only `first` is known."""
         self._settle()
         if self.key == ("", "logits"):
             return self._read("logits", "logits", (1, self._model.vocab_size), self._model.dtype)
@@ -516,13 +519,13 @@ class _Visit:
         self.first()
         self._replace(next(iter(self._now)), value)
 
-    def _replace(self, what: Any, value: Any) -> None:
-        current = self._now[what]
+    def _replace(self, slot: Any, value: Any) -> None:
+        current = self._now[slot]
         if value is current:
             return
         if not isinstance(value, torch.Tensor) or _shape(value) != _shape(current) or value.dtype != current.dtype:
             self._notes.end(f"a value of another structure, shape or dtype is written to {point_name(self.key)}")
-        self._put(what, value)
+        self._put(slot, value)
 
     def set_site(self, binding: Binding, value: Any, name: str) -> None:
         current = self.site(binding)
@@ -540,77 +543,66 @@ class _Visit:
             value = value.clone() if mine == theirs else value.clone().expand(theirs)
         self._put(binding, value)
 
-    def _put(self, what: Any, value: torch.Tensor) -> None:
+    def _put(self, slot: Any, value: torch.Tensor) -> None:
         self._followed.clear()
-        self._now[what], self._lines[what] = value, self._notes.at()
+        self._now[slot], self._lines[slot] = value, self._notes.at()
 
     def _state(self, value: torch.Tensor) -> Any:
         return value.memory.version if isinstance(value, StandIn) else self._notes.value_of(value)
 
-    def follow(self, value: torch.Tensor, kept: torch.Tensor) -> None:
-        """`kept` is a saved copy of `value`. In the forward, a change of it changes the activation, too."""
+    def follow(self, value: torch.Tensor, saved: torch.Tensor) -> None:
+        """`saved` is a saved copy of `value`. In the forward, a change of the copy changes the activation, too."""
         here = [each.memory for each in self._now.values() if isinstance(each, StandIn)]
-        if isinstance(value, StandIn) and isinstance(kept, StandIn) and value.memory in here:
-            self._followed.append((value, kept, kept.memory.version))
+        if isinstance(value, StandIn) and isinstance(saved, StandIn) and value.memory in here:
+            self._followed.append((value, saved, saved.memory.version))
 
     def _settle(self) -> None:
-        for place, (value, kept, version) in enumerate(self._followed):
-            if kept.memory.version != version:
-                value.copy_(kept)
-                self._followed[place] = value, kept, kept.memory.version
+        for place, (value, saved, version) in enumerate(self._followed):
+            if saved.memory.version != version:
+                value.copy_(saved)
+                self._followed[place] = value, saved, saved.memory.version
 
     def close(self) -> None:
-        """Note what the code has written."""
+        """Note the code's writes."""
         self._settle()
         notes = self._notes
         if any(self._state(value) is not state and self._state(value) != state for value, state in self._converted):
             notes.end(f"a value is changed after it was written to {point_name(self.key)} in another shape or dtype")
-        for what, was in self._was.items():
-            held = self._now[what]
+        for slot, was in self._was.items():
+            held = self._now[slot]
             now = notes.value_of(held)
             if now is was:
                 continue
             changed = held.memory.line if isinstance(held, StandIn) else 0
-            if isinstance(was.what, str):
-                notes.steps[-1].last.append(was.what)
+            if isinstance(was.target, str):
+                notes.steps[-1].last.append(was.target)
             else:
-                notes.steps[-1].writes.append(Write(was.what, was, now, changed or self._lines.get(what, was.line)))
+                notes.steps[-1].writes.append(Write(was.target, was, now, changed or self._lines.get(slot, was.line)))
 
 
 # The model.
 
 
-class _Stage:
-    """The modules of the whole model, as one stage."""
-
-    index, size = 0, 1
+class _WholeModel(Stage):
+    """All modules of the model, as one stage."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
-        self.modules = modules
-        self._children: dict[str, list[str]] = {}
+        self.modules = dict(modules)
+        self._children = {}
         for path in filter(None, modules):
             parent, _, name = path.rpartition(".")
             self._children.setdefault(parent, []).append(name)
 
-    def has(self, key: Key) -> bool:
-        return True
-
-    def children_of(self, path: str) -> list[str]:
-        return self._children.get(path, [])
-
-    def width_of(self, key: Key) -> int | None:
-        return None
-
 
 class _Applied(Peers):
-    """What a module of the model gives for values of the trace: only its shape is known, and of few modules."""
+    """Applies the model's modules to values of the trace. Only the output's shape is known, and only for norms."""
 
     def applied(self, path: str, module: Any) -> Any:
         return partial(_apply, path)
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    """Its sizes, which are not noted as seen by the code."""
+    """The tensor's sizes, without noting that the code has looked at them."""
     return tensor.meta.shape if isinstance(tensor, StandIn) else tensor.shape
 
 
@@ -626,13 +618,13 @@ def _unembed(hidden: torch.Tensor) -> Any:
     return body.compute_by("project_on_vocab", hidden, (*_shape(hidden)[:-1], body.vocab_size))
 
 
-class _Forward:
-    """The part of `trace.forward.Forward` that a model in another process has."""
+class _RecordedForward:
+    """The parts of `trace.forward.Forward` that exist without a model in this process."""
 
     stepping = True
 
     def __init__(self, model: Model) -> None:
-        self.stage, self.peers, self.aliases = _Stage(model.modules), _Applied(), model.aliases
+        self.stage, self.peers, self.aliases = _WholeModel(model.modules), _Applied(), model.aliases
         self.modules: dict[str, Any] = {}
 
     def apart(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -650,7 +642,7 @@ class _Forward:
 
 class _RecordedModel(ModelEnvoy):
     def __init__(self, model: Model) -> None:
-        forward: Any = _Forward(model)
+        forward: Any = _RecordedForward(model)
         absent: Any = None
         super().__init__(absent, model.arch, forward, _unembed, model.tokenizer)
         self._config = model.text_config
@@ -660,7 +652,7 @@ class _RecordedModel(ModelEnvoy):
         return self._config
 
 
-# The world outside.
+# The outside world.
 
 # Files whose code may call anything: midstream's own, and that of import statements.
 _TRUSTED = (str(Path(__file__).parents[1]), "<frozen importlib")
@@ -670,7 +662,7 @@ _PURE = frozenset(
     "weakref enum decimal fractions statistics heapq bisect array contextlib contextvars dataclasses inspect unicodedata tokenizers "
     "greenlet hashlib blake2 pickle midstream sys locale codecs ast tokenize csv thread".split()
 )
-# Functions of these that do.
+# Their functions that do.
 _IMPURE = frozenset(
     "open input breakpoint manual_seed seed set_num_threads set_num_interop_threads set_default_dtype setprofile settrace exit _exit "
     "getrefcount setrecursionlimit _set_default_dtype _cuda_init start_new_thread start_joinable_thread "
@@ -679,8 +671,8 @@ _IMPURE = frozenset(
 )
 
 
-class _Held(io.StringIO):
-    """Takes what the code prints: it is printed when the code runs for its request."""
+class _PrintedOutput(io.StringIO):
+    """Swallows the code's output: the code prints it when it runs for its request."""
 
     used = False
 
@@ -690,15 +682,10 @@ class _Held(io.StringIO):
 
 
 @contextlib.contextmanager
-def _held_back(held: _Held) -> Iterator[None]:
-    with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
-        yield
-
-
-@contextlib.contextmanager
 def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
-    """End the recording in the block before a function is called that acts on the world outside, or depends on it: files, time, locks,
-    random numbers. Of code that is known not to do so, Python's own events are watched alone: that takes half the time."""
+    """End the recording in the block before the code calls a function that acts on the outside world or depends on it: files, time, locks,
+    random numbers. Code that is known to be harmless is watched only through Python's audit events, which takes half the time.
+    """
 
     importing: list[Any] = []  # the outermost import statement that is under way
 
@@ -715,10 +702,10 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
                 importing.clear()
 
     def catch(frame: Any, event: str, error: Any) -> Any:
-        """End the recording with an error, though the code may catch it: with the number itself there might be none."""
+        """End the recording at an error, even if the code catches it: with the real numbers it might not occur."""
         if event == "exception" and not importing and not issubclass(error[0], (StopIteration, GeneratorExit, Ended)):
             sys.settrace(None)
-            notes.end(f"it raises {error[0].__name__}, and a number of the forward is known by its kind alone")
+            notes.end(f"it raises {error[0].__name__}, and the recording knows only the types of the forward's numbers")
         return catch
 
     def enter(frame: Any, event: str, _: Any) -> Any:
@@ -739,7 +726,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
     before: Any = sys.getprofile()
     state: Any = np.random.get_state()
     numbers = random.getstate()
-    # Others than before, so that code which sets them to what they were is seen.
+    # New states, so that code which restores the former ones is noticed.
     random.seed(secrets.randbits(64))
     np.random.seed(secrets.randbits(32))
     numbers_before = random.getstate()
@@ -747,7 +734,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
     _watch_events()
     token = _GUARDED.set((notes, importing))
     collects = gc.isenabled()
-    gc.disable()  # a collection runs the code of others' objects that end
+    gc.disable()  # a collection would run the finalizers of other code's objects
     sys.setprofile(None if is_known else check)
     try:
         yield
@@ -765,28 +752,17 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
         np.random.set_state(state)
 
 
-# The second guard: Python's own events for what acts on the world, whoever calls it. (The first one is off after its first refusal, and
-# does not see what C code calls.)
+# The second guard: Python's audit events, raised by any caller. (The first guard is off after its first refusal, and does not see calls
+# from C code.)
 _GUARDED: ContextVar[tuple[Notes, list[Any]] | None] = ContextVar("midstream_guarded", default=None)
-_EVENTS = (
-    "open",
-    "os.",
-    "socket.",
-    "subprocess.",
-    "shutil.",
-    "tempfile.",
-    "ctypes.dlopen",
-    "urllib.",
-    "sqlite3.",
-    "_thread.",
-)
+_EVENTS = tuple("open os. socket. subprocess. shutil. tempfile. ctypes.dlopen urllib. sqlite3. _thread.".split())
 
 
 @functools.cache
 def _watch_events() -> None:
-    """Python cannot remove an audit hook, so there is one for all recordings."""
+    """Install one audit hook for all recordings, since Python cannot remove it."""
 
-    def watch(event: str, _: Any, guard: Any = _GUARDED) -> None:  # which the end of the process takes from the module
+    def watch(event: str, _: Any, guard: Any = _GUARDED) -> None:  # a default argument, since globals are gone at exit
         guarded = guard.get()
         if guarded is None or not event.startswith(_EVENTS):
             return

@@ -1,7 +1,7 @@
 """Compiles the body of a with statement to the code object of a function.
 
-Every rewritten node keeps the line and column of the one that it replaces. The body's own names become free variables of the code. So
-`block.py` can set their first values, read their last ones and share one with a sibling block, all by their cells.
+Every rewritten node keeps the line and column of the node that it replaces. The body's own names become free variables of the code. So
+`block.py` can set their first values, read their last ones and share one with a sibling block, all through their cells.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -25,7 +26,7 @@ _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_G
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The code of a with statement's body. One object a statement, however often it is entered.
+    """The code of a with statement's body. There is one object for each statement, however often it is entered.
 
     Attributes:
         target: the name after `as`, or the names of a tuple there.
@@ -45,9 +46,9 @@ class Compiled:
 
 
 def source_of(code: CodeType) -> ast.Module:
-    """The syntax tree of the file or notebook cell that `code` is from, which nobody may change.
+    """The syntax tree of the file or notebook cell that `code` is from. Callers must not change it.
 
-    Raises SourceUnavailableError. A file may have been edited since it was loaded: the caller has to compare.
+    Raises SourceUnavailableError. The file may have been edited since it was loaded: the caller has to compare.
     """
     if lines := linecache.getlines(code.co_filename):
         return _parse(code.co_filename, "".join(lines))
@@ -67,9 +68,9 @@ def _parse(filename: str, text: str) -> ast.Module:
 
 
 def compile_body(node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
-    """Compile what a frame does after it has entered item `index` of the with statement `node`.
+    """Compile the code that a frame runs after it has entered item `index` of the with statement `node`.
 
-    Later items of the statement are a nested with statement in the body. `class_name` is the class around the statement, in which a name
+    Later items of the statement become a nested with statement in the body. `class_name` is the class around the statement, in which a name
     like `__x` means `_Class__x`. `frame_code` is the code of the frame.
     """
     filename = frame_code.co_filename
@@ -80,7 +81,7 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
         _refuse_escapes(statement, filename)
     rewriter = _Rewriter()
     body = [rewriter.visit(statement) for statement in copy.deepcopy(statements)]
-    names = _Names(body)
+    names = _BoundNames(body)
     bound = sorted(names.bound)
     function: Any = ast.copy_location(ast.parse("def __block__(): pass").body[0], node)
     # A statement has to come first, so that a leading string is no docstring.
@@ -93,16 +94,18 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
         raise SourceUnavailableError(
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
+    instructions = chain.from_iterable(map(dis.get_instructions, codes_in(code)))
+    reads = frozenset(each.argval for each in instructions if each.opname in _GLOBAL_OPS)
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, tuple(statements))
+    return Compiled(code, target, reads - outer, read_first - outer, tuple(statements))
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_function(code: CodeType) -> CodeType | None:
     """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable.
 
-    None if it has none, if its definition is not found, or if the file was edited after it was loaded.
+    None if it has no such call, if its definition is not found, or if the file was edited after it was loaded.
     """
     try:
         tree = source_of(code)
@@ -140,7 +143,7 @@ def compiled(
     """The code of `function`, which was rewritten from the lines of `original`.
 
     Args:
-        owned: names that become free variables of it, if it uses them.
+        owned: names that become free variables of the code, if it uses them.
         class_name: the name of the class around it, for private names.
     """
     function.name = "__block__"
@@ -173,7 +176,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _marks(code: CodeType) -> set[tuple[type, object]]:
-    """The names and constants in a code object. Those of a block are among those of the function around it."""
+    """The names and constants in a code object. A block's are a subset of those of the function around it."""
     marks: set[tuple[type, object]] = set()
     for part in codes_in(code):
         names = (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
@@ -181,11 +184,6 @@ def _marks(code: CodeType) -> set[tuple[type, object]]:
         marks.update((type(value), value) for value in part.co_consts if not isinstance(value, CodeType | None))
     # Leave out the qualified names of classes, and nan, which does not equal itself.
     return {(kind, value) for kind, value in marks if "__block__." not in str(value) and value == value}
-
-
-def _globals(code: CodeType) -> Iterator[str]:
-    for part in codes_in(code):
-        yield from (i.argval for i in dis.get_instructions(part) if i.opname in _GLOBAL_OPS)
 
 
 # Statements that a body may not have.
@@ -201,11 +199,11 @@ _ESCAPES: dict[type[ast.AST], str] = {
 
 
 def _refuse_escapes(node: ast.AST, filename: str, in_loop: bool = False) -> None:
-    """Raise TraceError for statements that would leave the block, which is run as a function. `in_loop`: whether `break` stays inside."""
+    """Raise TraceError for statements that would leave the block, which runs as a function. `in_loop`: whether `break` stays inside."""
     word = _ESCAPES.get(type(node))
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
-            return  # nothing in it leaves the block
+            return  # statements in it stay in the block
         case ast.Break() | ast.Continue() if not in_loop:
             word = type(node).__name__.lower()
         case ast.comprehension(is_async=1):
@@ -218,7 +216,7 @@ def _refuse_escapes(node: ast.AST, filename: str, in_loop: bool = False) -> None
             f"{filename}:{line}: `{word}` cannot leave or suspend a trace, whose block is run as a function"
         )
     if isinstance(node, ast.With) and any(_is_steps(item.context_expr) for item in node.items):
-        in_loop = False  # it becomes a loop, which `break` must not leave
+        in_loop = False  # it becomes a loop, and `break` must not leave that loop
     loop = node.body if isinstance(node, ast.For | ast.While) else []
     for child in ast.iter_child_nodes(node):
         _refuse_escapes(child, filename, in_loop or child in loop)
@@ -301,7 +299,7 @@ class _Rewriter(_SavesOnly):
     visit_Nonlocal = visit_Global
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """A free variable cannot have an annotation."""
+        """Drop the annotation: a free variable cannot have one."""
         if self.depth or not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
         plain: ast.stmt = ast.Assign([node.target], self.visit(node.value)) if node.value else ast.Pass()
@@ -309,7 +307,7 @@ class _Rewriter(_SavesOnly):
 
 
 def _is_steps(node: ast.expr) -> bool:
-    """Whether it is `tracer.iter[...]` or `tracer.all()`, whatever the tracer is called."""
+    """Whether it is `tracer.iter[...]` or `tracer.all()`, whatever the tracer's name is."""
     match node:
         case ast.Subscript(value=ast.Attribute(attr="iter")):
             return True
@@ -323,10 +321,10 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], at: ast.
     return ast.copy_location(ast.Call(func, args, keywords), at)
 
 
-class _Names:
+class _BoundNames:
     """The names that statements bind (`bound`), and those that they may read before (`early`).
 
-    The statements are walked in order. `sure` holds the names that are certainly bound by now.
+    The statements are walked in order. `sure` holds the names that are certainly bound so far.
     """
 
     def __init__(self, body: list[ast.stmt]) -> None:
@@ -340,7 +338,7 @@ class _Names:
             self.statement(statement)
 
     def branch(self, body: list[ast.stmt], *targets: ast.AST | str | None) -> set[str]:
-        """Walk statements that may be skipped at run time. Returns the names that are bound for sure at their end."""
+        """Walk statements that may be skipped at run time. Returns the names that are certainly bound at their end."""
         before, self.sure = self.sure, set(self.sure)
         self.bind(*targets)
         self.run(body)

@@ -1,6 +1,6 @@
 """The values of a batch at one point of the forward, and which rows of them belong to a request.
 
-Legend of shape suffixes, here and in the files beside: T tokens of the whole batch, t tokens of this request, B batch, S padded sequence,
+Legend of shape suffixes in this folder: T tokens of the whole batch, t tokens of this request, B batch, S padded sequence,
 H hidden.
 """
 
@@ -15,24 +15,23 @@ import numpy as np
 import torch
 
 from midstream.sites import Binding, Key, point_name
-from midstream.trace.remote import ALONE, Peers
+from midstream.trace.parallel import ALONE, Peers
 from midstream.tree import Ref, follow, replaced
 
-Span = tuple[int, int]  # rows [first, last) of the flat batch
-Written = Callable[
-    [Key, Binding, int, torch.Tensor], None
-]  # takes the point, the site, the first position and the value
+RowSpan = tuple[int, int]  # rows [first, last) of the flat batch
+# Called with the point, the site, the first position and the value.
+Written = Callable[[Key, Binding, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the rows of a step's requests lie in an engine's flat batch `[T, ...]`: one request's after the other's.
+class BatchLayout:
+    """Which rows of an engine's flat batch `[T, ...]` belong to which request. Each request's rows are contiguous.
 
     Attributes:
         request_ids: the scheduled requests in the batch's order.
-        counts: `[requests]`, their rows in this step.
-        computed: `[requests]`, how many of their tokens had been computed before.
-        total: the rows of the batch, with padding.
+        counts: `[requests]`, how many rows each has in this step.
+        computed: `[requests]`, how many of their tokens were computed in earlier steps.
+        total: the number of rows in the batch, padding included.
     """
 
     request_ids: list[str]
@@ -50,7 +49,7 @@ class Layout:
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
 class FlatRows:
-    """One request's rows `[start, stop)` in a `Layout`, whose batch is `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
+    """One request's rows `[start, stop)` in a flat batch `[T, ...]`, or `[1, T, ...]` on vLLM's Transformers backend.
 
     `take` returns a copy that is a normal tensor: the engine's later kernels overwrite its buffers, and an inference-mode tensor has no
     version counter that would show an edit.
@@ -69,7 +68,7 @@ class FlatRows:
 
     @property
     def end(self) -> int:
-        """The position behind the last one."""
+        """The position after the last one."""
         return self.first_position + self.count
 
     def at(self, first: int, end: int) -> FlatRows:
@@ -84,27 +83,31 @@ class FlatRows:
         return 1 if full.ndim >= 2 and full.shape[0] == 1 and full.shape[1] == self.total else None
 
     def view(self, full: torch.Tensor, tokens: bool) -> torch.Tensor:
-        """This request's part of `full`: `[t, ...]` if `tokens`, else in the layout of `full`, and all of it if it has no token axis."""
+        """This request's rows of `full`: `[t, ...]` if `tokens`, else in the layout of `full`. Returns `full` itself if it has no token
+        axis.
+        """
         if tokens:
             return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
         axis = self.axis(full)
         return full if axis is None else full.narrow(axis, self.start, self.count)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This request's part of a tensor that a module takes or returns, in that tensor's layout."""
+        """A copy of this request's rows of a tensor that a module takes or returns, in that tensor's layout."""
         return private(self.view(full, False))
 
     def put(self, full: torch.Tensor, value: torch.Tensor, tokens: bool) -> torch.Tensor:
-        """`full` with this request's part replaced by `value`, which is as `view` gives it."""
+        """`full` with this request's rows replaced by `value`, which has the layout that `view` returns."""
         self.view(full, tokens).copy_(value)
         return full
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Row `index` of a left-padded batch `[B, S, ...]` of transformers, without its first `pad` columns. Methods are as of `FlatRows`.
+    """Row `index` of a left-padded batch `[B, S, ...]` of transformers, without its first `pad` columns. The methods are those of
+    `FlatRows`.
 
-    With a `size` it is so many rows from there on, whose values keep the batch axis. `take` returns views that stay in the autograd graph.
+    With a `size`, it is `size` rows from `index` on, and their values keep the batch axis. `take` returns views that stay in the autograd
+    graph.
     """
 
     index: int
@@ -132,7 +135,7 @@ class BatchRows:
         return self.view(full, False)
 
     def put(self, full: torch.Tensor, value: torch.Tensor, tokens: bool) -> torch.Tensor:
-        if self.batch == (self.size or 1) and not self.pad:  # it is all
+        if self.batch == (self.size or 1) and not self.pad:  # the request is the whole batch
             value = value.to(full.dtype)
             return value.reshape(full.shape) if tokens else value
         full = full.clone()
@@ -140,7 +143,7 @@ class BatchRows:
         return full
 
 
-Part = FlatRows | BatchRows  # one request's part of a step's batch
+RequestRows = FlatRows | BatchRows  # one request's rows of a step's batch
 
 
 def private(part: torch.Tensor) -> torch.Tensor:
@@ -152,11 +155,11 @@ def private(part: torch.Tensor) -> torch.Tensor:
 class Event:
     """The forward pass at the point `key`. Traces may replace the value.
 
-    Under tensor parallelism a rank has only a part of some leaves. Traces read and write the full tensors.
+    Under tensor parallelism some leaves are sharded. Traces read and write the full tensors.
 
     Args:
         tree: the value of the whole batch: `(args, kwargs)`, or a module's return value.
-        direct: whether writes have to change the tree's own tensors, because compiled code sees nothing else.
+        direct: whether writes must go to the tree's own tensors, the only ones that compiled code reads.
         peers: the tensor-parallel ranks.
         laid_out_as: the point whose value is sharded like this one.
     """
@@ -169,23 +172,23 @@ class Event:
         self.direct = direct
         self._peers = peers
         self._shards = peers.shards(laid_out_as or key)
-        self._joined: dict[tuple[Ref, Span], torch.Tensor] = {}
-        self._owned: set[Ref] = set()  # leaves that are copies already
-        self._shared: dict[tuple[Binding, Span], SharedSite] = {}
+        self._joined: dict[tuple[Ref, RowSpan], torch.Tensor] = {}
+        self._owned: set[Ref] = set()  # leaves that earlier writes have copied
+        self._shared: dict[tuple[Binding, RowSpan], SharedSite] = {}
 
-    def shared(self, binding: Binding, span: Span, total: int, body: str) -> SharedSite:
-        """The site's value for all traced requests of this event. `body` is the one that asks for it."""
+    def shared(self, binding: Binding, span: RowSpan, total: int, body: str) -> SharedSite:
+        """The site's value for all traced requests of this event. `body` is the trace that asks for it."""
         if (binding, span) not in self._shared:
             self._shared[binding, span] = SharedSite(self, binding, span, total, body)
         return self._shared[binding, span]
 
-    def take_tokens(self, ref: Ref, rows: Part, body: str) -> torch.Tensor:
-        """These tokens of the full leaf, `[t, ...]`: a view of the engine's tensor, unless that is a part."""
+    def take_tokens(self, ref: Ref, rows: RequestRows, body: str) -> torch.Tensor:
+        """These tokens of the full leaf, `[t, ...]`: a view of the engine's tensor, or a new tensor if the leaf is sharded."""
         part = rows.view(self.leaf(ref), True)
         return self._join(ref, part, 1, body) if ref in self._shards else part
 
-    def take(self, ref: Ref, rows: Part, span: Span | None, body: str) -> torch.Tensor:
-        """One request's rows of the full leaf, for a trace to hold. Parts are joined for all rows of `span` at once."""
+    def take(self, ref: Ref, rows: RequestRows, span: RowSpan | None, body: str) -> torch.Tensor:
+        """One request's rows of the full leaf, for a trace to hold. A sharded leaf is joined once for all rows of `span`."""
         full = self.leaf(ref)
         if ref not in self._shards or not isinstance(rows, FlatRows):
             return rows.take(full)
@@ -203,7 +206,7 @@ class Event:
         return self._shards[ref].join(part, lead)
 
     def note_write(self, body: str, where: Ref) -> None:
-        """Tell the other ranks that `body` writes here, as it has to do on all of them."""
+        """Tell the other ranks that `body` writes here. It has to do so on all of them."""
         self._peers.note(body, "a write to", point_name(self.key), where)
 
     def write_back(self) -> None:
@@ -217,13 +220,13 @@ class Event:
         return follow(self.tree, ref)
 
     def is_copy(self, ref: Ref) -> bool:
-        """Whether an earlier write has replaced the leaf by a tensor of the event's own."""
+        """Whether an earlier write replaced the leaf by a tensor that belongs to the event."""
         return ref in self._owned
 
-    def write(self, ref: Ref, value: torch.Tensor, rows: Part, tokens: bool, in_place: bool = False) -> None:
-        """Replace this request's part of the leaf by `value`, which is `[t, ...]` if `tokens`.
+    def write(self, ref: Ref, value: torch.Tensor, rows: RequestRows, tokens: bool, in_place: bool = False) -> None:
+        """Replace this request's rows of the leaf by `value`, which is `[t, ...]` if `tokens`.
 
-        The engine's own tensor stays as it is, since other modules may use it, unless `in_place` asks for a write to it.
+        The engine's own tensor stays unchanged, since other modules may read it, unless `in_place` asks for a write to it.
         """
         full = self.leaf(ref)
         if ref in self._shards:
@@ -237,8 +240,8 @@ class Event:
         self.tree = replaced(self.tree, ref, full)
         self._owned.add(ref)
 
-    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Part, tokens: bool) -> torch.Tensor:
-        """This rank's part of `value`. Joined tensors of these rows are brought up to date."""
+    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: RequestRows, tokens: bool) -> torch.Tensor:
+        """This rank's part of `value`. Also updates the joined tensors that have these rows."""
         assert isinstance(rows, FlatRows)
         for key in [key for key in self._joined if key[0] == ref]:
             first, last = key[1]
@@ -255,16 +258,16 @@ class SharedSite:
     """The value of a site at an event over the rows of `span`, `[rows, hidden]`, in memory of its own.
 
     If 64 requests each add a vector at one layer, this saves 64 reads and writes of the engine's tensors: the value is computed once, each
-    trace edits its own rows in place, and each run of neighbouring edited rows goes back in one write.
+    trace edits its own rows in place, and each run of neighbouring edited rows is written back at once.
     """
 
-    def __init__(self, event: Event, binding: Binding, span: Span, total: int, body: str) -> None:
+    def __init__(self, event: Event, binding: Binding, span: RowSpan, total: int, body: str) -> None:
         self._event = event
         self._binding = binding
         self._first = span[0]
         self._total = total
-        self._edited: dict[Span, tuple[FlatRows, Written | None]] = {}
-        self._replaced: dict[Span, torch.Tensor] = {}
+        self._edited: dict[RowSpan, tuple[FlatRows, Written | None]] = {}
+        self._replaced: dict[RowSpan, torch.Tensor] = {}
         rows = FlatRows(*span, total)
 
         def leaf(ref: Ref) -> torch.Tensor | None:
@@ -283,9 +286,9 @@ class SharedSite:
         return self._value[rows.start - self._first : rows.stop - self._first]
 
     def edit(self, rows: FlatRows, value: torch.Tensor, written: Written | None) -> None:
-        """Set a request's rows to `value`, which may be the view that `part` gave. `written` is called when they are written back."""
+        """Set a request's rows to `value`, which may be the view that `part` returned. `written` is called when they are written back."""
         if not _is_same_view(value, self.part(rows)):
-            self._replaced[rows.start, rows.stop] = private(value)  # the view stays as the trace has read it
+            self._replaced[rows.start, rows.stop] = private(value)  # the view keeps its content
         self._edited[rows.start, rows.stop] = (rows, written)
 
     def write_back(self) -> None:
@@ -295,11 +298,11 @@ class SharedSite:
             value = torch.cat([self.part(self._edited[span][0]) for span in run]) if self._replaced else self.part(rows)
             for ref, part in self._binding.leaves(value, self._event.leaf):
                 self._event.write(ref, part, rows, tokens=True, in_place=self._binding.in_place)
-            kept = value.clone() if any(self._edited[span][1] is not None for span in run) else value
+            written_rows = value.clone() if any(self._edited[span][1] is not None for span in run) else value
             for span in run:
                 own, written = self._edited[span]
                 if written is not None:
-                    part = kept[own.start - rows.start : own.stop - rows.start]
+                    part = written_rows[own.start - rows.start : own.stop - rows.start]
                     written(self._event.key, self._binding, own.first_position, part)
         self._edited.clear()
         self._replaced.clear()
@@ -309,9 +312,8 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-def _runs(spans: dict[Span, Any]) -> list[list[Span]]:
-    """Spans grouped into runs of neighbours without a gap."""
-    runs: list[list[Span]] = []
+def _runs(spans: dict[RowSpan, Any]) -> list[list[RowSpan]]:
+    runs: list[list[RowSpan]] = []
     for span in sorted(spans):
         if runs and runs[-1][-1][1] == span[0]:
             runs[-1].append(span)

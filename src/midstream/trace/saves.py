@@ -6,7 +6,7 @@
                 self.found.append(self.model.layers_output[3].save())
                 keep(self.model.logits)         # a function that appends to a list of its own
 
-The engine works on copies of `self` and `keep`, and so of their lists. These come back as `self.found` and `keep.kept`.
+The engine works on copies of `self` and `keep`, and so of their lists. These come back as `self.found` and `keep.rows`.
 """
 
 from __future__ import annotations
@@ -25,62 +25,65 @@ import torch
 from torch import nn
 
 from midstream.errors import UnsavedError
-from midstream.trace.remote import BINARY, COMPARISONS, UNARY
+from midstream.trace.parallel import BINARY, COMPARISONS, UNARY
 from midstream.tree import Opaque
 
 CONTAINERS = (list, dict, deque)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
-_LOOKED_AT = 10_000  # values in a container
-_MOST = 1000  # functions and objects to look into
+_MOST_CONTENTS = 10_000  # values of one container that are looked at
+_MOST_OBJECTS = 1000  # functions and objects that are looked into
 _INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib"))
 
 
 def is_installed(file: str) -> bool:
-    """Whether a module's file is of an installed package, or of Python's own library."""
+    """Whether a file belongs to an installed package or to Python's own library."""
     return file.startswith((*_INSTALLED, *_package_folders(tuple(sys.path)))) or "/dist-packages/" in file
 
 
 @functools.cache
 def _package_folders(path: Sequence[str]) -> Sequence[str]:
-    """The folders of Python's path into which packages were installed, as by `pip install --target`: they have the packages' metadata."""
+    """The folders of Python's path that contain packages' metadata, as `pip install --target` leaves it."""
     return [f"{folder}/" for folder in path if any(Path(folder or ".").glob("*.dist-info"))]
 
 
 class Saves:
-    """The values that one body has saved. They are known by identity."""
+    """The values that one body has saved, by identity."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[Any, Any, int | None]] = {}  # the value, what comes back for it, its version
+        # The value, the value that comes back for it, its version.
+        self._by_id: dict[int, tuple[Any, Any, int | None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
 
-    def put(self, value: Any, kept: Any) -> None:
-        """Bring `kept` back for `value`."""
-        self._by_id[id(value)] = (value, kept, None)
+    def put(self, value: Any, saved: Any) -> None:
+        """Bring `saved` back for `value`."""
+        self._by_id[id(value)] = (value, saved, None)
 
-    def put_with_gradient(self, value: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Bring back the tensor itself as long as it does not change, else `kept`. Whether it has not changed since its first save."""
-        _, _, version = self._by_id.setdefault(id(value), (value, kept, value._version))
+    def put_with_gradient(self, value: torch.Tensor, saved: torch.Tensor) -> bool:
+        """Bring back the tensor itself as long as it does not change, else `saved`. Returns whether it is unchanged since its
+        first save.
+        """
+        _, _, version = self._by_id.setdefault(id(value), (value, saved, value._version))
         return version == value._version
 
-    def kept(self, value: Any) -> Any:
+    def saved_for(self, value: Any) -> Any:
         """The value to bring back for a saved one."""
-        value, kept, version = self._by_id[id(value)]
-        return value if version is not None and value._version == version else kept
+        value, saved, version = self._by_id[id(value)]
+        return value if version is not None and value._version == version else saved
 
     def pick(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """The values to bring back for those of `names` that were saved."""
-        return {name: self.kept(value) for name, value in names.items() if id(value) in self._by_id}
+        return {name: self.saved_for(value) for name, value in names.items() if id(value) in self._by_id}
 
     def has_some_of(self, container: Any) -> bool:
         """Whether a container has a saved value in it, at any depth."""
         return bool(self) and any(id(value) in self._by_id for value in contents(container))
 
     def has_all_tensors_of(self, container: Any) -> bool:
-        """Whether a container has a saved value in it, and no tensor that was not saved."""
+        """Whether a container has a saved value in it, and all of its tensors were saved."""
         every = list(contents(container)) if self else []
-        saved = [value for value in every if id(value) in self._by_id and self.kept(value) is value]
+        saved = [value for value in every if id(value) in self._by_id and self.saved_for(value) is value]
         return bool(saved) and sum(map(_is_tensor, saved)) == sum(map(_is_tensor, every))
 
 
@@ -96,7 +99,7 @@ def reached(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen = {id(value) for value in values.values()}
     rest = deque(values.items())
-    for _ in range(_MOST):
+    for _ in range(_MOST_OBJECTS):
         if not rest:
             break
         owner, value = rest.popleft()
@@ -111,7 +114,7 @@ def reached(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether it is a list, dict or deque. None of the object's code runs, as it might with `isinstance`."""
+    """Whether it is a list, dict or deque. Unlike `isinstance`, this runs none of the object's code."""
     return issubclass(type(value), CONTAINERS)
 
 
@@ -129,11 +132,11 @@ def contents(container: Any) -> Iterator[Any]:
     """The values in a container, at any depth, last first; at most 10,000."""
     if not is_container(container):
         return
-    seen, rest, left = {id(container)}, [container], _LOOKED_AT
+    seen, rest, remaining = {id(container)}, [container], _MOST_CONTENTS
     while rest:
         for each in _backwards(rest.pop()):
             yield each
-            if (left := left - 1) == 0:
+            if (remaining := remaining - 1) == 0:
                 return
             if (is_container(each) or issubclass(type(each), tuple)) and id(each) not in seen:
                 seen.add(id(each))
@@ -141,7 +144,7 @@ def contents(container: Any) -> Iterator[Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an instance of a class that the caller wrote; None for anything else. None of the object's code runs."""
+    """The attributes of an instance of a class that the caller wrote; None for other objects. Runs none of the object's code."""
     if type(value) is not SimpleNamespace and not _is_callers(type(value)):
         return None
     try:
@@ -155,9 +158,9 @@ def _is_callers(kind: type) -> bool:
     module = kind.__module__
     if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
         return False
-    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # it decides itself what is sent
+    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # its class controls its pickling
         return False
-    if module == "__main__" or module not in sys.modules:  # sent by value, from where there is such a module
+    if module == "__main__" or module not in sys.modules:  # sent by value by a process that has the module
         return True
     file = getattr(sys.modules[module], "__file__", None)
     return isinstance(file, str) and not is_installed(file)
@@ -179,7 +182,7 @@ def is_imported(function: Any) -> bool:
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """The variables of the functions around this one that it uses, with their values."""
+    """The variables of the enclosing functions that a function uses, with their values."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it has no value yet
@@ -188,7 +191,7 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 
 
 def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The names that a function uses from outside, with their values."""
+    """The names from outside that a function uses, with their values."""
     yield from closure_of(function).items()
     names = function.__globals__
     yield from ((name, names[name]) for name in function.__code__.co_names if name in names)
@@ -200,7 +203,8 @@ def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 class Unsaved(Opaque):
     """Is bound to a name that a trace set and did not save. Every use raises UnsavedError.
 
-    Python would raise NameError, or silently use the value of an earlier trace, for example in a notebook cell that lost its `.save()`.
+    Without it, Python would raise NameError, or silently use the value of an earlier trace, for example in a notebook cell that lost its
+    `.save()`.
     """
 
     def __init__(self, name: str) -> None:

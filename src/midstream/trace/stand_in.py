@@ -1,7 +1,7 @@
-"""Tensors without numbers, on which a trace's code runs while it is recorded, and what notes the operations on them.
+"""Tensors without numbers, on which a trace's code runs while it is recorded, and the modes that note the operations on them.
 
 An operation on a `StandIn` adds a value to the graph (`trace.graph`). Operations on the code's own tensors run for real. PyTorch computes
-the shapes, on its meta device. What needs a number that only the forward has raises `Ended`.
+the shapes on its meta device. An operation that needs a number of the forward raises `Ended`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midstream.lazy import lazy_copy, unwritten
 from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
-from midstream.tree import leaves, map_tensors, objects_in
+from midstream.tree import lazy_copy, leaves, map_tensors, objects_in, unwritten
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
-_LARGE = 1 << 20  # bytes from which a copy is made only when somebody writes
+_LARGE = 1 << 20  # bytes; copies of larger tensors are made only at the first write
 
 
 class Ended(BaseException):
@@ -33,14 +32,14 @@ class Ended(BaseException):
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class StandInMemory:
     """The numbers that one or several stand-ins share.
 
     Attributes:
         value: the present one.
         version: how often it has changed.
         line: of the last change.
-        views: the values of its views, as long as it does not change.
+        views: the values of its views, until the next change.
     """
 
     value: Value
@@ -50,15 +49,15 @@ class Memory:
 
 
 class StandIn(torch.Tensor):
-    """Stands for a tensor of the forward: it has a shape, and no numbers."""
+    """Stands for a tensor of the forward: it has a shape and no numbers."""
 
-    memory: Memory
+    memory: StandInMemory
     chain: Chain
     meta: torch.Tensor
     is_on_cpu: bool
 
     @staticmethod
-    def of(meta: torch.Tensor, memory: Memory, chain: Chain = (), is_on_cpu: bool = False) -> StandIn:
+    def of(meta: torch.Tensor, memory: StandInMemory, chain: Chain = (), is_on_cpu: bool = False) -> StandIn:
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             StandIn, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("cpu")
         )
@@ -97,11 +96,11 @@ class _Kinds(type):
 
 
 class kind_of(type, metaclass=_Kinds):
-    """Python's `type`, for code that is being recorded: as far as it can see, a stand-in is a tensor."""
+    """Python's `type`, for recorded code: to that code, a stand-in is a tensor."""
 
 
 class Number:
-    """Stands for a number of the forward, as `h.norm().item()` gives it. It can be kept and computed with, and not looked at."""
+    """Stands for a number of the forward, such as `h.norm().item()`. Code can store it and compute with it, but not look at it."""
 
     __slots__ = ("_end", "_kind")
 
@@ -140,7 +139,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
 
 
 def is_plain(tree: Any, depth: int = 8) -> bool:
-    """Whether it is a plain value, or a list, dict, tuple or set of such, not too deep."""
+    """Whether it is a plain value, or a list, dict, tuple or set of plain values, not nested too deep."""
     if type(tree) in (dict, list, tuple, set, frozenset):
         inner = (*tree, *tree.values()) if type(tree) is dict else tree
         return depth > 0 and all(is_plain(each, depth - 1) for each in inner)
@@ -149,7 +148,7 @@ def is_plain(tree: Any, depth: int = 8) -> bool:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What an operation's schema says.
+    """The facts in an operation's schema.
 
     Attributes:
         changes: the arguments that it changes, by place or by name.
@@ -198,7 +197,7 @@ def _facts(func: Any) -> _Facts:
 
 
 class Notes:
-    """The graph of the code that is being recorded: what the modes below and the model's stand-in call.
+    """The graph of the recorded code: called by the modes below and by the model's stand-in.
 
     Args:
         device: the engine's.
@@ -208,10 +207,10 @@ class Notes:
 
     Attributes:
         steps: the graphs of the steps so far.
-        reason: why it ended, with `line`; None if it has not.
+        reason: why the recording ended, with `line`; None if it has not.
         sizes: every size that the code has looked at.
         makes_numbers: whether the code has taken a number of the forward.
-        on_first_number: called with the first of them.
+        on_first_number: called when it takes the first of them.
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
 
@@ -228,7 +227,7 @@ class Notes:
         self.may_raise: int | None = None
         self._count = 0
         self._consts: dict[Any, tuple[torch.Tensor, Value]] = {}
-        self._filled: dict[int | None, tuple[Memory, torch.Tensor, torch.Tensor]] = {}
+        self._filled: dict[int | None, tuple[StandInMemory, torch.Tensor, torch.Tensor]] = {}
 
     # What the code does.
 
@@ -239,7 +238,7 @@ class Notes:
         raise Ended(reason)
 
     def at(self) -> int:
-        """The line of the code that is running, 0 if another file's code does."""
+        """The line of the running code; 0 if it is in another file."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self.file:
@@ -260,22 +259,22 @@ class Notes:
     def new(self, value: Value, is_on_cpu: bool = False) -> StandIn:
         """A stand-in for a new tensor with this value."""
         meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return StandIn.of(meta, Memory(self.add(value)), is_on_cpu=is_on_cpu)
+        return StandIn.of(meta, StandInMemory(self.add(value)), is_on_cpu=is_on_cpu)
 
     def const(self, tensor: torch.Tensor) -> Value:
-        """The value of one of the code's own tensors, as it is now."""
+        """The present value of one of the code's own tensors."""
         own = tensor.detach()
         key = (_storage_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
         known = self._consts.get(key)
         is_lazy = own.nbytes >= _LARGE and not self.has_arrays  # an array's writes are not seen
-        if known is not None and known[0]._version == own._version and (is_lazy or same_numbers(known[1].what, own)):
+        if known is not None and known[0]._version == own._version and (is_lazy or same_numbers(known[1].target, own)):
             return known[1]
         value = Value("const", lazy_copy(own) if is_lazy else own.clone(), shape=tuple(own.shape), dtype=own.dtype)
         self._consts[key] = own, value
         return value
 
     def is_unknown(self, value: object) -> bool:
-        """Whether it is a tensor that stands for one of the forward, or has been filled with such."""
+        """Whether it is a tensor that stands for one of the forward, or that has been filled with such values."""
         return isinstance(value, StandIn) or (
             bool(self._filled) and isinstance(value, torch.Tensor) and _storage_of(value) in self._filled
         )
@@ -300,7 +299,7 @@ class Notes:
         return memory.views[chain]
 
     def assign(self, tensor: StandIn, value: Value) -> None:
-        """The tensor has this value from now on, and its memory with it."""
+        """Set the tensor's value, and update its memory."""
         memory = tensor.memory
         if tensor.chain:
             whole = memory.value
@@ -312,7 +311,7 @@ class Notes:
         memory.views = {}
 
     def _as_stand_in(self, tensor: torch.Tensor) -> StandIn:
-        """A stand-in for a tensor of the code's own that has been filled with values of the forward."""
+        """A stand-in for one of the code's own tensors that has been filled with values of the forward."""
         memory, flat, own = self._filled[_storage_of(tensor)]
         if tensor.dtype != own.dtype:
             self.end("a tensor that it has filled is viewed as another dtype")
@@ -321,7 +320,7 @@ class Notes:
         return StandIn.of(meta, memory, ((aten.as_strided.default, place, (), None),))
 
     def _fill(self, tensor: torch.Tensor) -> StandIn:
-        """Have one of the code's own tensors stand for values of the forward, since it is filled with such."""
+        """Make one of the code's own tensors stand for values of the forward, since it is filled with such values."""
         if self.has_arrays:
             self.end("a tensor is filled with values of the forward, and an array may share its memory")
         if _storage_of(tensor) not in self._filled:
@@ -329,14 +328,14 @@ class Notes:
             whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
             flat = whole.to("meta")
             self._filled[_storage_of(tensor)] = (
-                Memory(Value("const", whole.clone(), shape=tuple(flat.shape), dtype=flat.dtype)),
+                StandInMemory(Value("const", whole.clone(), shape=tuple(flat.shape), dtype=flat.dtype)),
                 flat,
                 tensor,
             )
         return self._as_stand_in(tensor)
 
     def seen(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation, noted if it is about values of the forward."""
+        """The result of an operation, noted if it involves values of the forward."""
         if self.reason is not None:
             raise Ended(self.reason)
         facts = _facts(func)
@@ -349,10 +348,8 @@ class Notes:
             self.end(facts.refused)
         if len(facts.changes) > 1:
             self.end(f"{func} changes several tensors at once")
-        args, kwargs = (
-            _with_places(func, args, self),
-            {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")},
-        )
+        args = _with_places(func, args, self)
+        kwargs = {name: each for name, each in kwargs.items() if name not in ("device", "pin_memory")}
         if facts.may_raise and any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors):
             self.may_raise = self.may_raise or self.at()
         result = self._shaped(func, facts, args, kwargs, tensors)
@@ -361,42 +358,28 @@ class Notes:
         if facts.is_view:
             return self._viewed(func, args, kwargs, result)
         given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
-        line = self.at()
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        made = [
-            StandIn.of(
-                each,
-                Memory(
-                    self.add(
-                        Value(
-                            "call",
-                            func,
-                            *given,
-                            None if results is not result else place,
-                            0,
-                            tuple(each.shape),
-                            each.dtype,
-                            line,
-                        )
-                    )
-                ),
-                is_on_cpu=all(t.is_on_cpu for t in tensors if isinstance(t, StandIn)),
-            )
-            if isinstance(each, torch.Tensor)
-            else each
-            for place, each in enumerate(results)
-        ]
-        return type(result)(made) if results is result else made[0]
+        line, is_on_cpu = self.at(), all(t.is_on_cpu for t in tensors if isinstance(t, StandIn))
+
+        def stand_in(meta: Any, out: int | None) -> Any:
+            if not isinstance(meta, torch.Tensor):
+                return meta
+            value = Value("call", func, *given, out, 0, tuple(meta.shape), meta.dtype, line)
+            return StandIn.of(meta, StandInMemory(self.add(value)), is_on_cpu=is_on_cpu)
+
+        if isinstance(result, (tuple, list)):
+            return type(result)([stand_in(each, place) for place, each in enumerate(result)])
+        return stand_in(result, None)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A conversion of the code's own tensor. That of a large one which nobody has written to is made once for all recordings."""
+        """A conversion of the code's own tensor. A large tensor that has never been written to is converted once for all recordings."""
         (tensor,) = args
         place = unwritten(tensor)
         if place is None or tensor.nbytes < _LARGE:
             return func(*args, **kwargs)
         key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
         if key not in self.converted:
-            self.converted[key] = lazy_copy(tensor), func(*args, **kwargs)  # the copy keeps the place this content's
+            # The copy reserves the place for this content.
+            self.converted[key] = (lazy_copy(tensor), func(*args, **kwargs))
         return lazy_copy(self.converted[key][1])
 
     def _valued(self, tree: Any) -> Any:
@@ -406,15 +389,14 @@ class Notes:
         return type(tree)(map(self._valued, tree)) if isinstance(tree, (tuple, list)) else tree
 
     def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """The results on the meta device, with their shapes. Indices that the code knows are checked against sizes by zeros."""
+        """The results on the meta device, with their shapes. Known indices are checked against sizes on zeros."""
         has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
         try:
             if has_indices:
                 found = func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()})
                 return map_tensors(found, lambda _, tensor: tensor.to("meta"))
-            if (
-                facts.is_view or facts.changes
-            ):  # views share the memory of these very tensors, and the others change them
+            # Views share the memory of these very tensors, and the others change them.
+            if facts.is_view or facts.changes:
                 return func(*self._metas(args), **{name: self._metas(each) for name, each in kwargs.items()})
             given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
             return _made(_computed(func, *given, torch.get_default_dtype()))
@@ -422,7 +404,6 @@ class Notes:
             self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _metas(self, tree: Any) -> Any:
-        """Arguments on the meta device."""
         if isinstance(tree, torch.Tensor):
             if self.is_unknown(tree):
                 return self._meta(tree)
@@ -433,7 +414,7 @@ class Notes:
         return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
 
     def _zeros(self, tree: Any) -> Any:
-        """Arguments with numbers: zeros for those of the forward."""
+        """Arguments with numbers: zeros for values of the forward."""
         if isinstance(tree, torch.Tensor):
             return torch.zeros_like(self._meta(tree), device="cpu") if self.is_unknown(tree) else tree.clone()
         return type(tree)(map(self._zeros, tree)) if isinstance(tree, (tuple, list)) else tree
@@ -471,9 +452,11 @@ class Notes:
         return target
 
     def _check_overlap(self, changed: torch.Tensor, read: torch.Tensor, is_elementwise: bool) -> None:
-        """End the recording if an operation reads a part of what it changes: PyTorch refuses most of them, and leaves others undefined.
+        """End the recording if an operation reads a part of the tensor that it changes: PyTorch refuses most such operations, and leaves
+        others undefined.
 
-        What is read may be all that is changed, or nothing of it. Which of these may depend on the prompt's length.
+        The operation may read all of the changed tensor, or nothing of it. Which of the two may depend on the prompt's length, so it is
+        noted as a size.
         """
         places = [(tuple(each.shape), each.stride(), each.storage_offset()) for each in (changed, read)]
         is_whole = places[0] == places[1]
@@ -482,7 +465,6 @@ class Notes:
         self.sizes.append("whole" if is_whole else "apart")
 
     def _viewed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """The views that an operation gives of its first argument."""
         source = args[0] if isinstance(args[0], StandIn) else self._as_stand_in(args[0])
         rest, named = _frozen(args[1:]), tuple((name, _frozen(each)) for name, each in kwargs.items())
 
@@ -504,7 +486,7 @@ class _Laid(NamedTuple):
 
 
 class _Plain(NamedTuple):
-    """An argument that is no tensor. 1, 1.0 and True are equal, and PyTorch tells them apart."""
+    """An argument other than a tensor, with its type: 1, 1.0 and True are equal, but PyTorch distinguishes them."""
 
     kind: type
     value: Any
@@ -516,9 +498,9 @@ def _laid(tensor: torch.Tensor) -> _Laid:
 
 @functools.lru_cache(1 << 13)
 def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> Any:
-    """The results of an operation, with `_Laid` in place of tensors. Steps repeat, so most of these are known.
+    """The results of an operation, with `_Laid` in place of tensors. Steps repeat, so most results are cached.
 
-    The meta device takes dtypes, and mixtures of them, that others refuse. These are tried on zeros, too.
+    The meta device accepts dtypes, and mixtures of dtypes, that other devices refuse. These are also tried on zeros.
     """
 
     def given(tree: Any, device: str = "meta") -> Any:
@@ -538,14 +520,13 @@ def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> 
 
 
 def _made(tree: Any) -> Any:
-    """What `_computed` has found as tensors on the meta device."""
     if isinstance(tree, _Laid):
         return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device="meta")
     return type(tree)(map(_made, tree)) if isinstance(tree, (tuple, list)) else tree
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The tensor's storage; None if it has none. Its address would make lazy copies real ones."""
+    """The tensor's storage; None if it has none. Asking for its address would turn lazy copies into real ones."""
     try:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (RuntimeError, NotImplementedError):
@@ -553,10 +534,10 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one storage, whose numbers are not looked at, have an element in common; also if that is hard to tell."""
+    """Whether two views of one storage have an element in common; true if that is hard to tell. Their numbers are not read."""
 
     def laid_out(view: torch.Tensor) -> np.ndarray:
-        """The view's bytes at an address that nobody reads from."""
+        """The view's bytes at an address that is never read."""
         size = view.itemsize
         described = {
             "shape": (*view.shape, size),
@@ -578,7 +559,7 @@ def _frozen(tree: Any) -> Any:
 
 
 def _with_places(func: Any, args: Sequence[Any], notes: Notes) -> tuple[Any, ...]:
-    """The arguments, with the places of the true elements for masks that the code knows: so the result's shape is known."""
+    """The arguments, with the places of true elements in place of known masks, so that the result's shape is known."""
     if func._schema.name.partition("::")[2] not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return tuple(args)
     places: list[Any] = []
@@ -590,7 +571,7 @@ def _with_places(func: Any, args: Sequence[Any], notes: Notes) -> tuple[Any, ...
     return (args[0], places, *args[2:])
 
 
-# What sees every operation, and every use of PyTorch's functions, while the code runs.
+# The modes that see every operation, and every use of PyTorch's functions, while the code runs.
 
 
 class SeeingOperations(TorchDispatchMode):
@@ -600,7 +581,7 @@ class SeeingOperations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without PyTorch's wrapper against compilation, which takes longer than most operations here. The code is not compiled."""
+        """Avoid PyTorch's wrapper against compilation, which takes longer than most operations here. This code is never compiled."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -632,7 +613,7 @@ class SeeingFunctions(TorchFunctionMode):
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU in place of the engine's device, which this process may not have."""
+    """The CPU in place of the engine's device, which this process may lack."""
     is_cuda = isinstance(value, torch.device) and value.type != "cpu"
     return torch.device("cpu") if is_cuda or (isinstance(value, str) and value.startswith("cuda")) else value
 

@@ -20,14 +20,15 @@ from midstream.trace.visit import Visit
 from midstream.tree import Opaque, map_tensors
 
 _numbers = itertools.count()
-# What `save` does in the code around invokes or traces, which runs in the caller's process.
+# The function that `save` calls in the code around invokes or traces, which runs in the caller's process.
 SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 
 
 def save(value: Any) -> Any:
     """Bring a value back from a trace. In a with-block `x.save()` means the same. Works on any object.
 
-    A tensor comes back as it is now, on the CPU if an engine computed it. A container comes back as it is when the trace ends.
+    A tensor comes back with its present content, on the CPU if an engine computed it. A container comes back with the content that it has
+    when the trace ends.
 
     Returns:
         The value to keep: for an engine's tensor a copy, which later kernels do not touch.
@@ -39,11 +40,11 @@ def save(value: Any) -> Any:
 
 
 class backward:
-    """`with backward(loss) as grad: g = grad[h]`, which gives the gradient of the loss at `h`; `grad[h] = 0` replaces it.
+    """`with backward(loss) as grad: g = grad[h]` gives the gradient of the loss at `h`; `grad[h] = 0` replaces it.
 
     In a trace's block, `with loss.backward(): g = h.grad` is compiled to this. `h` may be any tensor of the trace that the loss depends on.
-    A gradient that is replaced, or changed in place, goes on to the tensors that `h` was computed from: those read later in the block, and
-    leaves and parameters, which get their `.grad` at its end, where `loss.backward(...)` runs.
+    A gradient that is replaced, or changed in place, flows on to the tensors that `h` was computed from: those read later in the block, and
+    leaves and parameters, whose `.grad` is set at the block's end, where `loss.backward(...)` runs.
 
     Raises:
         TraceError: gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.
@@ -60,9 +61,8 @@ class backward:
         self._loss = loss
         self._gradient = gradient
         self._rest = {"retain_graph": retain_graph, **rest}
-        self._read: list[
-            tuple[torch.Tensor, torch.Tensor, int]
-        ] = []  # tensor, its gradient, the gradient's version then
+        # Tensor, its gradient, the gradient's version then.
+        self._read: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._replaced: dict[int, Any] = {}  # id of a tensor -> the hook that replaces its gradient
 
     def __enter__(self) -> backward:
@@ -123,7 +123,7 @@ class backward:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Where invokes wait for each other: `barrier = tracer.barrier(2)` above the invokes, `barrier()` in each of them."""
+    """A meeting point of invokes: `barrier = tracer.barrier(2)` above the invokes, `barrier()` in each of them."""
 
     parties: int
     name: str = field(default_factory=lambda: f"{os.getpid()}-{next(_numbers)}")
@@ -134,12 +134,12 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Result(Opaque):
-    """Stands for the request's final output, which does not exist yet while the body runs, or for a part of it.
+    """Stands for the request's final output, or a part of it. The output does not exist while the body runs.
 
     `tracer.result.outputs[0].text` is looked up in the output.
 
     Attributes:
-        looks: what to look up: names of attributes, and keys in tuples of one.
+        looks: the parts to look up: names of attributes, and keys in tuples of one.
     """
 
     looks: tuple[str | tuple[Any], ...] = ()
@@ -153,7 +153,7 @@ class Result(Opaque):
         return Result((*self.looks, (key,)))
 
     def of(self, output: Any) -> Any:
-        """What it stands for. Raises TraceError if the output has no such part."""
+        """The part of the output that it stands for. Raises TraceError if the output has no such part."""
         try:
             for look in self.looks:
                 output = getattr(output, look) if isinstance(look, str) else output[look[0]]
@@ -225,7 +225,7 @@ class Steps:
 class CacheEntry:
     """One module's output and inputs in a cache; lists of them if the request ran several steps.
 
-    `entry[i]` is the entry of one call of the module, and `len(entry)` how many there are.
+    `entry[i]` is the entry of one call of the module, and `len(entry)` the number of calls.
     """
 
     output: Any = None
@@ -237,15 +237,15 @@ class CacheEntry:
         before = getattr(self, field_name)
         if before is None:
             setattr(self, field_name, value)
-        elif isinstance(before, _Steps):
+        elif isinstance(before, _PerStep):
             before.append(value)
         else:
-            setattr(self, field_name, _Steps([before, value]))
+            setattr(self, field_name, _PerStep([before, value]))
 
     @property
     def input(self) -> Any:
         """The first argument; a list if the request ran several steps."""
-        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _Steps) else _first(self.inputs)
+        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _PerStep) else _first(self.inputs)
 
     def __len__(self) -> int:
         return max(map(len, self._steps.values()), default=0)
@@ -257,7 +257,7 @@ class CacheEntry:
     def parts(self) -> list[tuple[str, list[int], list[Any]]]:
         """Each field with the steps and the values of its calls, for `of`."""
         found = [(name, numbers, getattr(self, name)) for name, numbers in self._steps.items()]
-        return [(name, numbers, [*each] if isinstance(each, _Steps) else [each]) for name, numbers, each in found]
+        return [(name, numbers, [*each] if isinstance(each, _PerStep) else [each]) for name, numbers, each in found]
 
     @classmethod
     def of(cls, parts: Iterable[tuple[str, list[int], list[Any]]]) -> CacheEntry:
@@ -272,7 +272,7 @@ class CacheEntry:
         return self._where(lambda _, number: number < step)
 
     def _where(self, chosen: Callable[[int, int], bool]) -> CacheEntry:
-        """The entry with the calls for whose place and step `chosen` holds."""
+        """The entry with the calls for which `chosen(place, step)` is true."""
         parts = []
         for name, numbers, values in self.parts():
             places = [place for place, number in enumerate(numbers) if chosen(place, number)]
@@ -280,8 +280,8 @@ class CacheEntry:
         return CacheEntry.of(parts)
 
 
-class _Steps(list[Any]):
-    """Values of several steps, as opposed to a list that a module returned."""
+class _PerStep(list[Any]):
+    """One value for each of several steps, as opposed to a list that a module returned."""
 
 
 def _first(inputs: Any) -> Any:
@@ -343,7 +343,7 @@ class _CachePath:
 
 
 def _path_of(module: Any, tree: Collection[str], aliases: Mapping[tuple[str, str], str]) -> Any:
-    """The path of a module, or of the path that was given, which may have the user's names, and nnsight's `model.` for the model itself."""
+    """The path of a module, or of a path in the user's names, also with nnsight's `model.` for the model itself."""
     path = getattr(module, "_path", module)
     if not isinstance(path, str):
         return path
@@ -368,7 +368,7 @@ class BodyTracer:
         return self.iter[:]
 
     def next(self, count: int = 1) -> int:
-        """Go on to the next step, or `count` steps further. Later reads are of that step."""
+        """Move on to the next step, or `count` steps further. Later reads are of that step."""
         body = current_body()
         body.has_iterated = True
         for step in steps(body, [body.step + count]):
@@ -376,7 +376,7 @@ class BodyTracer:
         raise AssertionError("steps() yields a step asked for by number, or raises")
 
     def stop(self) -> None:
-        """End the request after this step. Values saved so far come back; the code that follows does not run."""
+        """End the request after this step. Values saved so far come back; the rest of the code does not run."""
         current_body().stopped = True
         raise StopTrace
 
@@ -405,17 +405,16 @@ class BodyTracer:
         Args:
             modules: modules or paths; None for every module of the tree.
             include_output, include_inputs: which of each module's values to keep.
-            device, dtype: of the kept tensors; None leaves them as they are.
+            device, dtype: of the tensors in the cache; None leaves them unchanged.
             detach: whether to leave gradients out. Only `LanguageModel` has any.
-            non_blocking: for code that is written for nnsight; the values are complete when the trace ends, in any case.
+            non_blocking: accepted for code written for nnsight. The values are complete when the trace ends in any case.
 
         Returns:
-            A saved cache, which fills up as the forward goes on.
+            A saved cache, which fills up during the forward.
         """
         body = current_body()
-        torch.empty(0).to(
-            device, dtype
-        )  # raises here for an impossible device or dtype, and not in the middle of the forward
+        # An impossible device or dtype raises here, and not in the middle of the forward.
+        torch.empty(0).to(device, dtype)
         forward = body.forward
         tree = forward.stage.modules
         aliases = forward.aliases.table(tree)

@@ -1,6 +1,6 @@
 """One trace's access to the value at a point: a `Visit` hands out the rows of its request, and writes back the edits.
 
-A `Journal` keeps the edits of a request. If the engine preempts the request and computes positions again, they are edited again.
+A `Journal` keeps a request's edits. If the engine preempts the request and computes positions again, the journal replays them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from midstream.errors import ShapeError, TraceError
 from midstream.sites import Binding, Key, point_name
-from midstream.trace.rows import Event, FlatRows, Part, SharedSite, Span, private
+from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan, SharedSite, private
 from midstream.tree import Ref, as_bits, leaves, map_tensors, memory_of, shape_text
 
 
 @dataclass
-class _Edit:
-    """The value written to a site or a leaf, at the positions from `first_position` on along `axis`."""
+class _JournalEntry:
+    """The value written to a site or a leaf, along `axis` from `first_position` on."""
 
     where: Binding | Ref
     axis: int
@@ -32,11 +32,10 @@ class Journal:
     """One request's edits, by point. A later edit of the same positions replaces the earlier one."""
 
     def __init__(self) -> None:
-        self._edits: defaultdict[Key, dict[tuple[Binding | Ref, int], _Edit]] = defaultdict(dict)
-        self.fresh: list[_Edit] = []  # edits whose values are still on the GPU
+        self._edits: defaultdict[Key, dict[tuple[Binding | Ref, int], _JournalEntry]] = defaultdict(dict)
+        self.fresh: list[_JournalEntry] = []  # edits whose values are still on the GPU
 
     def __iter__(self) -> Iterator[Key]:
-        """The edited points."""
         return iter(self._edits)
 
     def __bool__(self) -> bool:
@@ -44,13 +43,13 @@ class Journal:
 
     def add(self, key: Key, where: Binding | Ref, first_position: int, value: torch.Tensor, axis: int = 0) -> None:
         """Note an edit. The journal keeps `value` itself."""
-        edit = _Edit(where, axis, first_position, value)
+        edit = _JournalEntry(where, axis, first_position, value)
         self._edits[key][where, first_position] = edit
         if value.is_cuda:
             self.fresh.append(edit)
 
     def first_not_finite(self) -> tuple[Key, Binding | Ref, int] | None:
-        """The point, the site or leaf, and the position of the first write of an infinity or a NaN."""
+        """The first write of an infinity or a NaN: its point, its site or leaf, and its position."""
         for key, edits in self._edits.items():
             for edit in edits.values():
                 rows = torch.isfinite(edit.value).movedim(edit.axis, 0)
@@ -60,7 +59,7 @@ class Journal:
         return None
 
     def replay(self, event: Event, rows: FlatRows) -> None:
-        """Make the edits of the positions of `rows` again."""
+        """Repeat the edits at the positions of `rows`."""
         for edit in self._edits.get(event.key, {}).values():
             begin = max(edit.first_position, rows.first_position)
             end = min(edit.first_position + edit.value.shape[edit.axis], rows.end)
@@ -79,8 +78,8 @@ def _make_again(event: Event, where: Binding | Ref, value: torch.Tensor, rows: F
 
 
 def move_to_host(journals: Iterable[Journal]) -> None:
-    """Copy a step's edits to host memory without waiting, so that a long generation does not fill the GPU with them."""
-    by_dtype: defaultdict[torch.dtype, list[_Edit]] = defaultdict(list)
+    """Copy a step's edits to host memory without waiting for the GPU, so that a long generation does not fill its memory."""
+    by_dtype: defaultdict[torch.dtype, list[_JournalEntry]] = defaultdict(list)
     for journal in journals:
         for edit in journal.fresh:
             by_dtype[edit.value.dtype].append(edit)
@@ -94,14 +93,14 @@ def move_to_host(journals: Iterable[Journal]) -> None:
 
 @dataclass(eq=False)
 class _Handed:
-    """A tensor that the trace holds: one that it has read, or one that it has put there. Its changes in place go into the forward.
+    """A tensor that the trace holds: one that it has read, or one that it has written. The forward gets its changes in place.
 
     Attributes:
-        write: puts it into the forward.
+        write: writes it to the forward.
         view: the site whose value it is; None for a leaf of the module's own value.
-        version: when it was read or written last; None if it has to be written.
-        seen: its content then, on a CPU, where numpy and `.data` can change it without a new version; elsewhere if it has no versions and
-            the point has other views. Without others it is written each time.
+        version: its version when it was read or written last; None if it has to be written.
+        seen: its content at that time, if versions may miss a change: on a CPU, where numpy and `.data` change it silently; elsewhere for a
+            tensor without versions, if the point has other views. Without other views such a tensor is always written.
     """
 
     value: torch.Tensor
@@ -117,7 +116,7 @@ class _Handed:
         return self.value.is_inference() or self.version != self.value._version
 
     def note(self, has_others: bool) -> None:
-        """Its content is what was read or written. `has_others`: whether the point has other views."""
+        """Remember the present content as the one read or written. `has_others`: whether the point has other views."""
         if not self.value.is_inference():
             self.version = self.value._version
         if self.value.is_cpu or (has_others and self.value.is_inference()):
@@ -129,19 +128,19 @@ class Visit:
 
     Args:
         rows: of its request.
-        journal: takes its edits.
+        journal: records its edits.
         span: the rows of all traced requests, if they are worth reading together.
         body: the trace's name.
-        live: takes the memory of what the trace gets, if that is not copied for it otherwise.
+        live: collects the memory of activations that the trace holds without a copy.
     """
 
     def __init__(
         self,
         event: Event,
-        rows: Part,
+        rows: RequestRows,
         step: int,
         journal: Journal | None = None,
-        span: Span | None = None,
+        span: RowSpan | None = None,
         body: str = "",
         live: set[int | None] | None = None,
     ) -> None:
@@ -158,7 +157,7 @@ class Visit:
         self._raw: Any = None
         self._has_raw = False
         self._sites: dict[Binding, torch.Tensor] = {}
-        # What was put at a site and has another shape, dtype or device, with a tensor that has the site's.
+        # A tensor put at a site with another shape, dtype or device, and a tensor that has the site's.
         self._sources: dict[Binding, tuple[_Handed, torch.Tensor]] = {}
 
     def _write(self, ref: Ref, value: torch.Tensor, tokens: bool, in_place: bool = False) -> None:
@@ -175,7 +174,7 @@ class Visit:
         write: Callable[[torch.Tensor], None],
         view: Binding | None = None,
     ) -> torch.Tensor:
-        if value.requires_grad:  # the trace reads gradients at this tensor, so the model has to go on with it
+        if value.requires_grad:  # the trace reads gradients at this tensor, so the model has to use it
             write(value)
         handed = _Handed(value, write, view)
         for other in self._handed:
@@ -195,11 +194,13 @@ class Visit:
         return memory is not None and any(memory_of(tensor) == memory for tensor in here)
 
     def follow(self, copy: torch.Tensor, written: Callable[[], None]) -> None:
-        """Call `written` once `copy`, a copy of a tensor of this visit, has been edited, before the visit's own edits are taken."""
+        """Call `written` once the trace has edited `copy`, a copy of a tensor of this visit; before the visit writes its own edits."""
         self._followed.append((copy, copy._version, written))
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
-        """The trace's own tensor. Its edits are written where it is, while the trace is there: the memory may be other modules', too."""
+        """A tensor of the trace's own. While the trace is at this point, its edits are written to the forward's tensor, whose memory other
+        modules may use, too.
+        """
         if not self.rows.aliases:
             return value
         own = value.clone()
@@ -207,7 +208,7 @@ class Visit:
         return own
 
     def raw(self) -> Any:
-        """This request's rows of the value as the module has it."""
+        """This request's rows of the value, with the module's structure."""
         self._settle()
         if not self._has_raw:
             self.event.write_back()
@@ -251,7 +252,7 @@ class Visit:
         return args[0] if args else next(iter(kwargs.values()))
 
     def set_first(self, value: Any) -> None:
-        """Replace it. Errors are as of `set_raw`."""
+        """Replace the first argument. Errors are those of `set_raw`."""
         args, kwargs = self.raw()
         if args:
             self.set_raw(((value, *args[1:]), kwargs))
@@ -294,9 +295,9 @@ class Visit:
             self._write(ref, part, True, binding.in_place)
 
     def set_site(self, binding: Binding, value: torch.Tensor, name: str) -> None:
-        """Replace the site's value by the tensor itself, so that its later changes in place count, too.
+        """Replace the site's value by the given tensor itself, so that its later changes in place count, too.
 
-        Raises ShapeError, which calls it `name`, unless `value` broadcasts to its shape.
+        Raises ShapeError, which calls the site `name`, unless `value` broadcasts to its shape.
         """
         current = self.site(binding)
         if value is current:
@@ -320,7 +321,7 @@ class Visit:
             self._sources[binding] = put, current
 
     def _settle(self) -> None:
-        """Write what the trace has put here, and its edits in place. Other views of this point are then out of date."""
+        """Write the values that the trace has put here, and its edits in place. The other views of this point are then out of date."""
         for place, (copy, version, written) in enumerate(self._followed):
             if copy._version != version:
                 written()
@@ -336,7 +337,8 @@ class Visit:
             self._has_raw = self._has_raw and views == {None}
 
     def _without_sources(self, edited: list[_Handed]) -> list[_Handed]:
-        """The tensors to write: in place of one that was put at a site and read there in another shape, what was read, brought up to date.
+        """The tensors to write. If the trace put a tensor at a site and read the site back in another shape, the tensor that was read
+        stands for both, after an update.
 
         Raises TraceError if both were edited.
         """
@@ -355,7 +357,7 @@ class Visit:
         return edited
 
     def _forget(self) -> None:
-        """After a replacement, older views of this point are out of date."""
+        """Drop the older views of this point, which a replacement has made out of date."""
         self._followed.clear()
         self._handed.clear()
         self._sites.clear()
@@ -363,7 +365,7 @@ class Visit:
         self._has_raw = False
 
     def leave(self) -> None:
-        """The trace goes on to another point: its edits here become final."""
+        """The trace goes on to another point, so its edits here are final."""
         self._settle()
         self._handed.clear()
         self._followed.clear()
@@ -375,5 +377,5 @@ def _fitted(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _differ(one: _Handed, other: _Handed) -> bool:
-    """Whether two tensors stand for the same values, so that a write of one is seen in the other. Two leaves of one value do not."""
+    """Whether a write of one tensor changes the other. Two leaves of one value are independent."""
     return one is not other and (one.view is not None or other.view is not None)

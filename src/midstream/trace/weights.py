@@ -1,14 +1,13 @@
-"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It travels apart from the code, large parts of it once for
-equal content.
+"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It travels beside the code, and large content is sent once.
 
     weights = Weights()                       # client: the pickle of the code has numbers in place of tensors and arrays
     number = weights.take(sae.W_enc)
-    head, needed = weights.table()            # the head goes with the code, and what is needed to workers that do not have it
+    head, needed = weights.table()            # the head goes with the code, and the needed weights to workers that lack them
 
     values = values_of(head, held, device)    # worker: `held` has the weights by their digests
 
-What overlaps in memory overlaps in the copy, whether it is a tensor or an array, large or small. Arrays stay on the CPU. A body's tensors
-are its own: writing to them changes no weight.
+Tensors and arrays that overlap in memory overlap in the copy, too. Arrays stay on the CPU. A body's tensors are its own: writing to them
+changes no weight.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ import numpy as np
 import torch
 
 from midstream.errors import TraceError
-from midstream.lazy import lazy_copy
-from midstream.tree import is_raw
+from midstream.tree import is_raw, lazy_copy
 
 LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
 _ALIGNMENT = 16  # bytes of the largest element of a tensor
 _PIECE = 1 << 24  # bytes that one thread compares
-_MANY = 300  # tensors and arrays of one part of memory, above which nobody compares each with each
+_MANY = 300  # tensors and arrays of one part of memory, above which they are not compared pairwise
 _CPU = torch.device("cpu")
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -43,38 +41,38 @@ _bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_
 
 
 class Weight:
-    """Memory of the caller's as it was when a trace was made."""
+    """The caller's memory at the time when a trace was made."""
 
     def __init__(self, data: bytes, digest: str) -> None:
         self.data, self.digest = data, digest
 
 
-# The weights that a trace uses or workers hold. Memory that has not changed is known by its address: comparing is faster than a digest.
+# The weights that a trace uses or workers hold. Unchanged memory is recognized by its address: comparing is faster than a digest.
 _by_place: WeakValueDictionary[tuple[int, int, int], Weight] = WeakValueDictionary()
 _by_digest: WeakValueDictionary[str, Weight] = WeakValueDictionary()
 
 
 def _weight_of(address: int, size: int, lead: int) -> Weight:
-    """The weight with this content, behind `lead` zeros.
+    """The weight with this content, after `lead` zeros.
 
-    The content is always compared. A tensor's version does not tell: `weight.data *= 2` leaves it as it was.
+    The content is always compared, because a tensor's version misses changes such as `weight.data *= 2`.
     """
     weight = _by_place.get((address, size, lead))
     if weight is None or not _same_bytes(address, _address_of(weight.data) + lead, size):
         data = bytes(lead) + _bytes_at(address, size)
-        digest = hashlib.blake2b(data, digest_size=32).hexdigest()  # as of `plan.steps.Constant.held`
+        digest = hashlib.blake2b(data, digest_size=32).hexdigest()  # the same digest as `plan.steps.Constant.held`
         weight = _by_digest.setdefault(digest, Weight(data, digest))
         _by_place[address, size, lead] = weight
     return weight
 
 
 def _same_bytes(one: int, other: int, size: int) -> bool:
-    """Whether both places hold the same, compared by several threads if it is much."""
+    """Whether both places hold the same bytes. Several threads compare large ones."""
     starts = range(0, size, _PIECE)
     pieces = [(one + start, other + start, min(_PIECE, size - start)) for start in starts]
     if len(pieces) < 2:
         return not _differ(one, other, size)
-    # It is not kept: threads do not live on in a forked process.
+    # The pool is made anew each time: threads do not survive in a forked process.
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
         return not any(pool.map(_differ, *zip(*pieces, strict=True)))
 
@@ -83,8 +81,8 @@ def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-class _Layout(NamedTuple):
-    """How a tensor or an array lies in memory. Strides are in bytes.
+class _MemoryLayout(NamedTuple):
+    """The layout of a tensor or an array in memory. Strides are in bytes.
 
     Attributes:
         is_conj, is_neg: of a tensor that is a lazy conjugate or negative.
@@ -131,19 +129,19 @@ class _Layout(NamedTuple):
 
 
 @dataclass
-class _Taken:
+class _CallersTensor:
     """A tensor or an array that a trace uses.
 
     Attributes:
         given: the caller's object.
-        value: what lies there: a tensor without the lazy conjugate, say.
+        value: the content in memory, such as a tensor without its lazy conjugate.
         range: the `[begin, end)` of its bytes.
     """
 
     number: int
     given: Any
     value: torch.Tensor | np.ndarray[Any, Any]
-    layout: _Layout
+    layout: _MemoryLayout
     device: torch.device
     address: int
     range: tuple[int, int] = field(init=False)
@@ -152,29 +150,29 @@ class _Taken:
         self.range = self.layout.range(self.address)
 
     @classmethod
-    def of(cls, number: int, given: torch.Tensor | np.ndarray[Any, Any]) -> _Taken:
+    def of(cls, number: int, given: torch.Tensor | np.ndarray[Any, Any]) -> _CallersTensor:
         if isinstance(given, np.ndarray):
             writable, owns = bool(given.flags.writeable), bool(given.flags.owndata)
-            layout = _Layout(given.dtype, given.shape, given.strides, is_writable=writable, owns=owns)
+            layout = _MemoryLayout(given.dtype, given.shape, given.strides, is_writable=writable, owns=owns)
             return cls(number, given, given, layout, _CPU, given.__array_interface__["data"][0])
         value, is_conj, is_neg = given.detach(), given.is_conj(), given.is_neg()
         value = value.conj() if is_conj else value
         value = torch._neg_view(value) if is_neg else value
         strides = tuple(step * value.element_size() for step in value.stride())
-        layout = _Layout(value.dtype, tuple(value.shape), strides, is_conj, is_neg)
+        layout = _MemoryLayout(value.dtype, tuple(value.shape), strides, is_conj, is_neg)
         return cls(number, given, value, layout, value.device, value.data_ptr())
 
     @property
     def is_array(self) -> bool:
         return isinstance(self.value, np.ndarray)
 
-    def alone(self) -> _Taken:
-        """The same in memory of its own, if most of the memory between its elements is not its own."""
+    def alone(self) -> _CallersTensor:
+        """A dense copy, if most of the memory between its elements is not its own; else itself."""
         begin, end = self.range
         if end - begin <= 2 * self.layout.nbytes:
             return self
         dense = self.value.copy() if isinstance(self.value, np.ndarray) else self.value.contiguous()
-        new = _Taken.of(self.number, dense)
+        new = _CallersTensor.of(self.number, dense)
         flags = self.layout
         new.layout = new.layout._replace(
             is_conj=flags.is_conj, is_neg=flags.is_neg, is_writable=flags.is_writable, owns=flags.owns
@@ -182,27 +180,27 @@ class _Taken:
         return new
 
 
-class _Place(NamedTuple):
-    """Where a tensor or array is: in which block, and how many bytes from its beginning."""
+class _Location(NamedTuple):
+    """The place of a tensor or array: its block, and the offset in bytes from the block's beginning."""
 
     block: int
     offset: int
-    layout: _Layout
+    layout: _MemoryLayout
 
 
 _Block = str | bytes  # a weight's digest, or the bytes themselves if they are few
 
 
 class Head(NamedTuple):
-    """Where the tensors and arrays of some code are.
+    """The places of the tensors and arrays of some code.
 
     Attributes:
         places: by number.
-        mixed: a text for each block that has both tensors and arrays.
+        mixed: an error's text for each block that has both tensors and arrays.
     """
 
     blocks: list[_Block]
-    places: dict[int, _Place]
+    places: dict[int, _Location]
     mixed: list[str]
 
 
@@ -215,24 +213,24 @@ class Weights:
 
     def __init__(self, apart: bool = True) -> None:
         self._least = LEAST_BYTES if apart else None
-        self._taken: list[_Taken] = []
+        self._taken: list[_CallersTensor] = []
 
     @staticmethod
     def takes(value: Any) -> bool:
-        """Whether it is a tensor or an array that has bytes to take out of the code."""
+        """Whether it is a tensor or an array whose bytes can be taken out of the code."""
         if type(value) is np.ndarray:
             return not value.dtype.hasobject
         return issubclass(type(value), torch.Tensor) and is_raw(value)
 
     def take(self, value: torch.Tensor | np.ndarray[Any, Any]) -> int:
         """Take a tensor or an array. Returns its number."""
-        self._taken.append(_Taken.of(len(self._taken), value))
+        self._taken.append(_CallersTensor.of(len(self._taken), value))
         return len(self._taken) - 1
 
     def table(self, name_of: Callable[[Any], str | None] = lambda _: None) -> tuple[Head, dict[str, Weight]]:
-        """Where each of them is, and the weights that are needed, by digest. `name_of`: the caller's name of an object, for errors.
+        """The place of each of them, and the needed weights by digest. `name_of`: the caller's name of an object, for errors.
 
-        Raises TraceError for tensors that share memory in a way that no copy can have.
+        Raises TraceError for tensors that share memory in a way that a copy cannot.
         """
         head, needed = Head([], {}, []), dict[str, Weight]()
         for part in _parts(self._taken):
@@ -247,13 +245,15 @@ class Weights:
             del here
             for each in part:
                 layout = each.layout._replace(owns=each.layout.owns and len(part) == 1)
-                head.places[each.number] = _Place(len(head.blocks) - 1, each.address - begin + lead, layout)
+                head.places[each.number] = _Location(len(head.blocks) - 1, each.address - begin + lead, layout)
             if len({each.is_array for each in part}) > 1:
                 head.mixed.append(_mixed(part, name_of))
         return head, needed
 
     def contents(self) -> Any:
-        """Equal for tensors and arrays with equal numbers that share memory alike, wherever it is. Raises TraceError as `table`."""
+        """Equal for tensors and arrays with equal numbers that share memory in the same way, wherever it is. Raises TraceError as
+        `table`.
+        """
         head, _ = self.table()
         numbered: dict[int, int] = {}  # a block by its address -> by the first tensor in it
         places = []
@@ -265,7 +265,8 @@ class Weights:
     def copies(self) -> dict[int, Any]:
         """Copies by number, for this process: on their own devices, and with gradients that reach the caller's tensors.
 
-        Tensors that require gradients and were not computed, such as parameters, are the caller's own, with all that shares their memory.
+        Tensors that require gradients and were not computed, such as parameters, are not copied, and neither are tensors that share their
+        memory.
         """
         found: dict[int, Any] = {}
         for part in _parts(self._taken):
@@ -285,9 +286,9 @@ class Weights:
         return found
 
 
-def _parts(taken: Sequence[_Taken]) -> Iterator[list[_Taken]]:
-    """The tensors and arrays, those together that overlap in memory."""
-    group: list[_Taken] = []
+def _parts(taken: Sequence[_CallersTensor]) -> Iterator[list[_CallersTensor]]:
+    """The tensors and arrays, grouped by overlaps in memory."""
+    group: list[_CallersTensor] = []
     end = 0
     yield from ([each] for each in taken if not each.layout.nbytes)
     for each in sorted(taken, key=lambda each: (str(each.device), each.range)):
@@ -303,37 +304,39 @@ def _parts(taken: Sequence[_Taken]) -> Iterator[list[_Taken]]:
         yield from _split(group)
 
 
-def _split(group: list[_Taken]) -> list[list[_Taken]]:
-    """Those whose ranges overlap; without those that only lie between the others' elements, if most of the range is nobody's."""
+def _split(group: list[_CallersTensor]) -> list[list[_CallersTensor]]:
+    """Groups of those whose ranges overlap. If most of the range is unused, those that only lie between the others' elements are
+    separated.
+    """
     if len(group) == 1:
         return [[group[0].alone()]]
     begin, end = min(each.range[0] for each in group), max(each.range[1] for each in group)
     if end - begin <= 2 * sum(each.layout.nbytes for each in group) or len(group) > _MANY:
         return [group]
-    parts: list[list[_Taken]] = []
+    parts: list[list[_CallersTensor]] = []
     for each in group:
-        shared = [part for part in parts if any(_share(each, other) for other in part)]
+        shared = [part for part in parts if any(_overlap(each, other) for other in part)]
         parts = [part for part in parts if part not in shared] + [[each, *(one for part in shared for one in part)]]
     return [[part[0].alone()] if len(part) == 1 else part for part in parts]
 
 
-def _share(one: _Taken, other: _Taken) -> bool:
-    """Whether they have a byte in common; also if that takes long to find out."""
+def _overlap(one: _CallersTensor, other: _CallersTensor) -> bool:
+    """Whether they have a byte in common; true if that takes too long to find out."""
     try:
         return np.shares_memory(_bounded(one), _bounded(other), max_work=100_000)
     except np.exceptions.TooHardError:
         return True
 
 
-def _bounded(taken: _Taken) -> np.ndarray[Any, Any]:
-    """An array that lies where it lies. It is not read."""
+def _bounded(taken: _CallersTensor) -> np.ndarray[Any, Any]:
+    """An array at the same place in memory. Its content is not read."""
     layout, (begin, end) = taken.layout, taken.range
     there: Any = (ctypes.c_char * (end - begin)).from_address(begin)
     return np.ndarray(layout.shape, f"V{layout.dtype.itemsize}", there, taken.address - begin, layout.strides)
 
 
-def _extent(part: Sequence[_Taken]) -> tuple[int, int, int]:
-    """How many bytes to put before the memory of a part so that its tensors are aligned, where it begins, and its size."""
+def _extent(part: Sequence[_CallersTensor]) -> tuple[int, int, int]:
+    """The number of padding bytes that align a part's tensors, the address where its memory begins, and its size."""
     begin, end = min(each.range[0] for each in part), max(each.range[1] for each in part)
     tensors = [each for each in part if not each.is_array]
     anchor = max(tensors, key=lambda each: each.layout.dtype.itemsize, default=None)
@@ -346,15 +349,15 @@ def _extent(part: Sequence[_Taken]) -> tuple[int, int, int]:
     return lead, begin, end - begin
 
 
-def _readable(part: Sequence[_Taken], begin: int, size: int) -> tuple[Any, int]:
-    """An object that keeps the part's memory in this process's reach, and its address."""
+def _readable(part: Sequence[_CallersTensor], begin: int, size: int) -> tuple[Any, int]:
+    """An object that keeps the part's memory readable in this process, and its address."""
     if part[0].device.type == "cpu":
         return part, begin
     flat = _stored(part, begin, size).cpu()
     return flat, flat.data_ptr()
 
 
-def _stored(part: Sequence[_Taken], begin: int, size: int) -> torch.Tensor:
+def _stored(part: Sequence[_CallersTensor], begin: int, size: int) -> torch.Tensor:
     """The memory of tensors on another device, as flat uint8."""
     for each in part:
         storage = each.value.untyped_storage()  # type: ignore[union-attr]
@@ -366,8 +369,8 @@ def _stored(part: Sequence[_Taken], begin: int, size: int) -> torch.Tensor:
     )
 
 
-def _mixed(part: Sequence[_Taken], name_of: Callable[[Any], str | None]) -> str:
-    def named(each: _Taken) -> str:
+def _mixed(part: Sequence[_CallersTensor], name_of: Callable[[Any], str | None]) -> str:
+    def named(each: _CallersTensor) -> str:
         kind = "numpy array" if each.is_array else "tensor"
         name = name_of(each.given)
         shape = list(each.layout.shape)
@@ -381,20 +384,21 @@ def _mixed(part: Sequence[_Taken], name_of: Callable[[Any], str | None]) -> str:
     )
 
 
-def _computed_again(part: Sequence[_Taken]) -> dict[int, Any] | None:
+def _computed_again(part: Sequence[_CallersTensor]) -> dict[int, Any] | None:
     """The values of a part that needs gradients, by number; None for other parts.
 
-    If it lies in one tensor that was computed, that is computed once more, by `clone`. Otherwise they are the caller's own.
+    If all of them lie in one computed tensor, `clone` computes that tensor again. Otherwise they are the caller's own.
     """
     recorded = [each for each in part if not each.is_array and each.given.requires_grad]
     if not recorded:
         return None
-    root, *others = {id(root): root for root in (_root(each.given) for each in recorded)}.values()
+    views = (each.given for each in recorded)
+    root, *others = {id(base): base for base in (each if each._base is None else each._base for each in views)}.values()
     own = {each.number: each.given for each in part}
     is_given = root.is_leaf or any(each.given.is_leaf for each in recorded)
     if is_given or others or any(each.given.dtype != root.dtype for each in recorded):
         return own
-    place, copy = _Taken.of(-1, root), root.clone()
+    place, copy = _CallersTensor.of(-1, root), root.clone()
     begin, end = place.range
     inside = all(begin <= each.range[0] and each.range[1] <= end for each in part)
     plain = not any(flag for each in recorded for flag in (each.layout.is_conj, each.layout.is_neg))
@@ -412,11 +416,6 @@ def _computed_again(part: Sequence[_Taken]) -> dict[int, Any] | None:
     return own
 
 
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which it is a view, or itself."""
-    return tensor if tensor._base is None else tensor._base
-
-
 # In the worker.
 
 
@@ -429,9 +428,9 @@ def on_device(data: bytes, device: torch.device | None) -> torch.Tensor:
 
 
 def values_of(head: Head, held: Mapping[str, torch.Tensor], device: torch.device | None) -> dict[int, Any]:
-    """The tensors and arrays by number, for one body or several that share their objects.
+    """The tensors and arrays by number, for one body, or for several that share objects.
 
-    Raises TraceError if a weight is missing, or if a tensor on another device than the CPU shares memory with an array.
+    Raises TraceError if a weight is missing, or if a tensor on a device other than the CPU shares memory with an array.
     """
     if head.mixed and device is not None and device.type != "cpu":
         raise TraceError(head.mixed[0])

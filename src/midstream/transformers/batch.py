@@ -1,6 +1,6 @@
 """One batch of requests on a transformers model: its steps, and the traces and plans that run on it.
 
-Plans run as forward hooks. Tests compare the engine's kernels with this implementation.
+Plans run in the hooks and tables that an engine on a CPU has. Tests compare the engine's kernels with them.
 
 Shape suffixes: B requests, S positions of the padded batch, V the vocabulary, t the tokens of one request in this step, H the site's width.
 """
@@ -8,8 +8,7 @@ Shape suffixes: B requests, S positions of the padded batch, V the vocabulary, t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from midstream import hooks
 from midstream.arch import Architecture
@@ -27,16 +25,18 @@ from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
-from midstream.plan.ops.edit import Op, apply
-from midstream.plan.running import run
 from midstream.plan.values import not_finite
 from midstream.requests.invokes import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
+from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.store import RunStore
-from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
+from midstream.runtime.tables import RowProfiles
+from midstream.runtime.torch_tables import TorchTables
+from midstream.sites import NotFinite, Point
 from midstream.trace.body import Body, StopTrace
+from midstream.trace.code import TraceProgram
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import STOPPED, Outcome, Program, outcome, put_results
-from midstream.trace.rows import BatchRows, Event
+from midstream.trace.outcome import STOPPED, Outcome, outcome, put_results
+from midstream.trace.rows import BatchRows
 
 _SAMPLING = set(
     "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()
@@ -201,19 +201,25 @@ class PaddedBatch:
     Args:
         model: the LanguageModel.
         interleaver: runs the bodies.
+        plans: those of the requests.
         requests: the rows of the batch.
     """
 
     def __init__(
-        self, model: Any, interleaver: Interleaver, requests: Sequence[BatchRequest], invokes: Sequence[BatchInvoke]
+        self,
+        model: Any,
+        interleaver: Interleaver,
+        plans: BatchPlans,
+        requests: Sequence[BatchRequest],
+        invokes: Sequence[BatchInvoke],
     ) -> None:
         self.module: Any = model.module
         self.tokenizer: Any = model.tokenizer
-        self.interleaver = interleaver
+        self.interleaver, self.plans = interleaver, plans
         self.requests, self.invokes = requests, invokes
         self.params = self._common_params([each.invoke for each in invokes])
         self.length = max(len(request.prompt) for request in requests)
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, TraceProgram] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.requests_of: dict[str, BatchInvoke] = {}  # by the name of a body
         self.bodies: dict[str, Body] = {}
@@ -230,7 +236,7 @@ class PaddedBatch:
             if each.invoke.program is not None:
                 self._add(f"{number}", each.invoke.program, each, model, shared)
 
-    def _add(self, name: str, program: Program, of: BatchInvoke, model: Any, shared: dict[str, Any]) -> None:
+    def _add(self, name: str, program: TraceProgram, of: BatchInvoke, model: Any, shared: dict[str, Any]) -> None:
         self.programs[name], self.requests_of[name] = program, of
         self.bodies[name] = Body(name, partial(program.run, model, shared), in_engine=False)
         self.interleaver.add(self.bodies[name])
@@ -320,9 +326,8 @@ class PaddedBatch:
         for row, request in enumerate(self.requests):
             pad = self.length - len(request.prompt) if is_prompt else 0
             request.rows = BatchRows(row, pad, len(self.requests), length)
-            if request.running is not None:
-                first = 0 if is_prompt else len(request.prompt) + len(request.generated) - 1
-                request.running.begin_step(first, request.rows.count)
+        computed = (0 if is_prompt else len(each.prompt) + len(each.generated) - 1 for each in self.requests)
+        self.plans.begin_step(length, dict(zip((each.name for each in self.requests), computed, strict=True)))
         rows = {name: self._rows(self.requests_of[name], length, is_prompt) for name in self.interleaver.bodies}
         self.interleaver.begin_step(rows)
 
@@ -334,6 +339,7 @@ class PaddedBatch:
 
     def _end_step(self, samples: torch.Tensor) -> None:
         self.interleaver.end_step()
+        self.plans.end_step()
         for request, token in zip(self.requests, samples.tolist(), strict=True):
             if request.finish_reason is None:
                 request.generated.append(token)
@@ -498,13 +504,16 @@ def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
 
 
 class RunningPlan:
-    """One request's plan: edits the values of its sites in each step, and captures their rows.
+    """One request's plan in the tables of its batch, and the rows that it captures.
 
     Args:
         request: has a plan.
         vectors: the model's named vectors.
         runs: the model's recorded runs.
         sinks: take captured rows.
+
+    Attributes:
+        not_finite: the first position and site that an edit made infinite or NaN.
 
     Raises:
         PlanError: a recorded run is gone.
@@ -515,7 +524,7 @@ class RunningPlan:
     ) -> None:
         assert request.plan is not None
         plan = self._plan = request.plan
-        self._compiled = compile_plan(
+        self.compiled = compile_plan(
             plan.plan,
             len(plan.prompt),
             arch.num_layers,
@@ -525,55 +534,32 @@ class RunningPlan:
         )
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
         self._capture = RequestCapture(info, plan.routes, sinks, plan.no_rows)
-        self.points = {point for profile in self._compiled.profiles for point in profile.points}
-        self._further = frozenset[Point]().union(*(profile.further for profile in self._compiled.profiles))
-        self._values: dict[Point, torch.Tensor] = {}  # that programs need later in the step
-        self._first = 0
-        self._groups: list[tuple[int, torch.Tensor]] = []  # profile, rows of this step that have it
-        self._not_finite: NotFinite | None = None
+        self._captured: list[Rows] = []  # in the running step
+        self.not_finite: NotFinite | None = None
 
-    def begin_step(self, first: int, count: int) -> None:
-        """The next forward computes `count` positions from `first` on."""
-        length = len(self._compiled.prompt)
+    def begin_step(self, first: int, count: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """The next forward computes `count` positions from `first` on.
+
+        Returns:
+            int `[count]`, the place of each position's profile in `compiled.profiles`; and int64 `[count]`, the address to write its
+            captured row to, 0 for none.
+        """
+        compiled, length = self.compiled, len(self.compiled.prompt)
         positions = np.arange(first, first + count)
-        profiles = np.where(
-            positions < length, self._compiled.prompt[np.minimum(positions, length - 1)], self._compiled.generated
-        )
-        self._first = first
-        self._values.clear()
-        self._groups = [(int(n), torch.from_numpy(np.flatnonzero(profiles == n))) for n in np.unique(profiles) if n]
+        profiles = np.where(positions < length, compiled.prompt[np.minimum(positions, length - 1)], compiled.generated)
+        places = np.zeros(count, np.int64)
+        for number in np.unique(profiles):
+            profile, rows = compiled.profiles[number], np.flatnonzero(profiles == number)
+            if profile.row_width:
+                block = torch.empty(len(rows), profile.row_width, dtype=dtype)
+                places[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
+                self._captured.append(Rows(rows + first, profile.planes, block))
+        return profiles, places
 
-    def edit(self, point: Point, x_tH: torch.Tensor) -> torch.Tensor:
-        """The value of a site after the plan: the same tensor if nothing is edited."""
-        new_tH = x_tH
-        if point in self._further:
-            self._values[point] = x_tH.clone()
-        for number, rows in self._groups:
-            ops = self._compiled.profiles[number].ops.get(point)
-            if ops is None:
-                continue
-            old = x_tH[rows.to(x_tH.device)]
-            values = {at: self._values[at][rows.to(x_tH.device)] for op in ops for at in op.inputs}
-            edited = apply(old, ops, self._compiled.bank, values)
-            if edited is not old:
-                self._check_finite(point, rows, edited)
-                new_tH = new_tH.index_put((rows.to(x_tH.device),), edited)
-            for i, op in enumerate(ops):
-                if op.kind == "capture":  # one that comes first takes the value before the edits
-                    value = old if i == 0 else edited
-                    self._keep(point, number, op, rows, value if op.program is None else run(op.program, value))
-        return new_tH
-
-    def _check_finite(self, point: Point, rows: torch.Tensor, edited_tH: torch.Tensor) -> None:
-        if self._not_finite is None and not torch.isfinite(edited_tH).all():
-            row = int((~torch.isfinite(edited_tH)).any(-1).nonzero()[0])
-            self._not_finite = NotFinite(self._first + int(rows[row]), point)
-
-    def _keep(self, point: Point, number: int, op: Op, rows: torch.Tensor, value: torch.Tensor) -> None:
-        planes = self._compiled.profiles[number].planes
-        when = next(plane.when for plane in planes if plane[:2] == point and plane.offset == op.offset)
-        positions = rows.numpy() + self._first
-        self._capture.add([Rows.of_plane((*point, when), positions, value.detach().cpu().clone())])
+    def end_step(self) -> None:
+        """The forward has written the rows of its step."""
+        self._capture.add(self._captured)
+        self._captured = []
 
     def end(self, generated: int) -> None:
         """The request has ended with so many tokens."""
@@ -584,9 +570,9 @@ class RunningPlan:
 
     def result(self, generated: int) -> Captured:
         """The output's captures. Raises CaptureError, or NotFiniteError if an edit made activations infinite or NaN."""
-        if self._not_finite is not None:
+        if self.not_finite is not None:
             self.discard()
-            raise NotFiniteError(not_finite(self._not_finite, self._plan.plan, self._plan.facts.dtype))
+            raise NotFiniteError(not_finite(self.not_finite, self._plan.plan, self._plan.facts.dtype))
         return self._capture.result(self._stop(generated))
 
     def discard(self) -> None:
@@ -594,63 +580,61 @@ class RunningPlan:
         self._capture.discard()
 
 
-@contextmanager
-def plan_hooks(
-    model: nn.Module, arch: Architecture, requests: Sequence[BatchRequest], is_muted: Callable[[], bool]
-) -> Iterator[None]:
-    """Register the plans of a batch as hooks on the model.
-
-    The hooks run before those of traces that begin later, and have to be removed after them.
+class BatchPlans:
+    """The plans of a batch. Inside the context their hooks are on the model, ahead of those of traces that begin later.
 
     Args:
-        requests: those of the batch.
-        is_muted: whether the modules run for another reason than the step.
+        requests: all of the batch, with their plans in `running`.
     """
-    order = {site: i for i, site in enumerate(LAYER_SITES)}
-    at: dict[Point, list[BatchRequest]] = {}
-    for request in requests:
-        for point in request.running.points if request.running is not None else ():
-            at.setdefault(point, []).append(request)
-    hooked: dict[tuple[str, str], list[tuple[Point, Binding]]] = {}  # by module and whether it is its input or output
-    for point in sorted(at, key=lambda p: (p[1], order[p[0]])):
-        binding = arch.binding(*point)
-        hooked.setdefault((binding.path, binding.kind), []).append((point, binding))
 
-    def edited(key: tuple[str, str], tree: Any) -> Any:
-        if is_muted():
-            return tree
-        event = Event(key, tree)
-        for point, binding in hooked[key]:
-            for request in at[point]:
-                if request.running is not None and request.finish_reason is None:
-                    _edit(event, point, binding, request.running, request.rows)
-        return event.tree
+    def __init__(self, model: Any, arch: Architecture, requests: Sequence[BatchRequest]) -> None:
+        self._requests, self._dtype = requests, model.dtype
+        self._tables = TorchTables(points_of(arch), model.device, model.dtype)
+        self._hooks = PointHooks(model, arch, (), self._tables)
+        self._loaded: dict[str, np.ndarray] = {}  # request -> the numbers of its profiles
+        self._first: dict[str, int] = {}  # request -> the position of the step's row 0, if the request had one there
 
-    handles = [_hook(model.get_submodule(path), kind, partial(edited, (path, kind))) for path, kind in hooked]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def __enter__(self) -> BatchPlans:
+        points = set[Point]()
+        for request in self._requests:
+            if request.running is not None:
+                compiled = request.running.compiled
+                self._loaded[request.name] = self._tables.load(compiled).ids
+                points.update(*(profile.points for profile in compiled.profiles))
+        self._hooks.need(points)
+        self._points = points
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._hooks.release(self._points)
 
-def _hook(module: nn.Module, kind: str, edited: Callable[[Any], Any]) -> Any:
-    if kind == "input":
-        return hooks.before(module, lambda args, kwargs: edited((args, kwargs)))
-    if hooks.skips_hooks(module):  # a trace wraps its `forward`, and would read the output before a hook edits it
-        return hooks.around(module, None, edited)
-    return hooks.after(module, edited)
+    def begin_step(self, length: int, first: Mapping[str, int]) -> None:
+        """The next forward computes `length` columns of the padded batch.
 
+        Args:
+            first: request -> its first position among them.
+        """
+        profile_T, place_T = (np.zeros(len(self._requests) * length, dtype) for dtype in (np.int32, np.int64))
+        self._first.clear()
+        self._length = length
+        for row, request in enumerate(self._requests):
+            if request.running is None or request.finish_reason is not None:
+                continue
+            start, stop = row * length + request.rows.pad, (row + 1) * length
+            profiles, place_T[start:stop] = request.running.begin_step(first[request.name], stop - start, self._dtype)
+            profile_T[start:stop] = self._loaded[request.name][profiles]
+            self._first[request.name] = first[request.name] - start
+        self._tables.begin_step(RowProfiles(profile_T), place_T)
+        self._hooks.on = bool(self._first)
 
-def _edit(event: Event, point: Point, binding: Binding, plan: RunningPlan, rows: BatchRows) -> None:
-    def leaf(ref: Any) -> Any:
-        full = event.leaf(ref)
-        return full if full is None or full.ndim == 1 else rows.view(full, True)
-
-    value = binding.read(leaf)
-    old_tH = value.flatten(-2) if binding.heads is not None else value
-    new_tH = plan.edit(point, old_tH)
-    if new_tH is old_tH:
-        return
-    for ref, part in binding.leaves(new_tH.view(value.shape), leaf):
-        event.write(ref, part, rows, tokens=True, in_place=binding.in_place or event.is_copy(ref))
+    def end_step(self) -> None:
+        """The forward has ended."""
+        self._hooks.on = False
+        for row, point in self._tables.overflow.items():
+            request = self._requests[row // self._length]
+            if request.running is not None and request.running.not_finite is None:
+                position = self._first[request.name] + row
+                request.running.not_finite = NotFinite(position, self._tables.points[point])
+        for request in self._requests:
+            if request.running is not None:
+                request.running.end_step()

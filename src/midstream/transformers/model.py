@@ -27,11 +27,12 @@ from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.trace.code import FunctionProgram
 from midstream.trace.envoy import CallPoints, ModelEnvoy, SitePerLayer
 from midstream.trace.envoy import Generator as Generation
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import FunctionProgram, copies
-from midstream.transformers.batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
+from midstream.trace.shipping import copies
+from midstream.transformers.batch import BatchInvoke, BatchPlans, BatchRequest, PaddedBatch, RunningPlan
 
 
 def _device(device: Any, device_map: Any) -> Any:
@@ -308,8 +309,8 @@ class LanguageModel(TraceModel):
                 if request.plan is not None:
                     request.running = RunningPlan(request, self.arch, self.vectors, self._run_store, self.sinks)
                     until.callback(request.running.discard)
-            with plan_hooks(self.module, self.arch, requests, lambda: self._interleaver.muted):
-                PaddedBatch(self, self._interleaver, requests, invokes).run()
+            with BatchPlans(self.module, self.arch, requests) as plans:
+                PaddedBatch(self, self._interleaver, plans, requests, invokes).run()
             for request in requests:
                 if request.running is not None:
                     request.running.end(len(request.generated))

@@ -27,7 +27,7 @@ from cloudpickle.cloudpickle import _class_setstate
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
-from midstream.trace.program import OUT_OF_BAND, is_sent, itself
+from midstream.trace.shipping import OUT_OF_BAND, is_sent, itself
 from midstream.trace.tracer import Cache, CacheEntry, Result
 from midstream.tree import is_raw, movable
 

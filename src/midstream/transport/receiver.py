@@ -39,7 +39,7 @@ import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
-from midstream.trace.program import itself
+from midstream.trace.shipping import itself
 from midstream.transport import codec, wire
 
 _log = logging.getLogger(__name__)

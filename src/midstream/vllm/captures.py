@@ -22,10 +22,10 @@ from midstream.errors import (
     PlanError,
     UnsendableError,
 )
-from midstream.lowering.kept import Ending
+from midstream.lowering.client_traces import Ending
 from midstream.requests.invokes import PreparedPlan
 from midstream.runtime.request import users_id
-from midstream.trace.program import Outcome
+from midstream.trace.outcome import Outcome
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import Header
 

@@ -16,7 +16,7 @@ from typing import Any
 from midstream.capture.sinks import Sinks
 from midstream.engine import launch
 from midstream.errors import EngineClosedError, MidstreamError, TraceError
-from midstream.lowering.kept import Ending
+from midstream.lowering.client_traces import Ending
 from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors

@@ -16,7 +16,7 @@ from midstream.client.described import DescribedModel
 from midstream.client.model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
-from midstream.lowering.kept import Ending
+from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowered, Lowering, lower_trace
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
@@ -28,7 +28,7 @@ from midstream.requests.invokes import (
 )
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
-from midstream.trace.program import ShippedCode
+from midstream.trace.shipping import ShippedCode
 from midstream.trace.weights import Weight
 from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineConnection, EngineRequest

@@ -27,7 +27,7 @@ from midstream.errors import (
 from midstream.ranks.merge import merged_outcomes
 from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
-from midstream.trace.program import STOPPED, Outcome, put_results
+from midstream.trace.outcome import STOPPED, Outcome, put_results
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import Header
 from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index

@@ -1,4 +1,4 @@
-"""The kinds of edits, one file each: `Patch`, `Steer`, `Clamp`, `Apply`. `edit` defines what a kind consists of."""
+"""The kinds of edits, one file each: `Patch`, `Steer`, `Clamp`, `Apply`. `edit` defines the interface of a kind."""
 
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.clamp import Clamp

@@ -16,19 +16,19 @@ from midstream.sites import Point
 class Apply(Edit):
     """Replace each row by a function of it: `h = program(h)`, computed in the program's dtype.
 
-    It acts after all other kinds of edits at its site. Several at one site are applied in their order. With `inputs` it is a function of
-    other values of the same token, too, which the model computes earlier in the same step: `h = program(h, early)`.
+    It acts after all other kinds of edits at its site. Several at one site are applied in their order. With `inputs`, it is also a function
+    of other values of the same token, which the model computes earlier in the same step: `h = program(h, early)`.
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`; at `attn_z` the program takes and returns all heads side by side.
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
         program: a `midstream.plan.program.Program` of the site's width.
         inputs: (site, layer) of each further input of the program, `[("resid_post", 2)]`: the values there before the plan's own edits.
-        phase, positions: as for `Steer`.
+        phase, positions: as in `Steer`.
 
     Raises:
-        PlanError: a field is not as above; positions with `phase="prefill"`. The program itself is checked when it is made. With the
-            model known: an input that the model may compute later than the value, or on another pipeline stage.
+        PlanError: a field is not as above; positions with `phase="prefill"`. The program itself is checked when it is made. With the model
+            known: an input that the model may compute later than the value, or on another pipeline stage.
     """
 
     kind, order, function = "apply", 40, "program"
@@ -47,7 +47,6 @@ class Apply(Edit):
         self.settle(inputs=self._points())
 
     def _points(self) -> tuple[Point, ...]:
-        """`inputs`, checked."""
         given, count = self.inputs, len(self.program.inputs)
         if not isinstance(given, (tuple, list)) or len(given) != count:
             raise fields.refuse(

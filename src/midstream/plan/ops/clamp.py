@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class Clamp(Edit):
-    """Keep the part of h along a direction within bounds, and leave the rest.
+    """Keep the part of h along a direction within bounds. The rest of h is unchanged.
 
-    With `s = h . d`: `h += strength * (clip(s, low, high) - s) * d`.
-    `low = high = 0` ablates the direction: Arditi et al. 2024 (arXiv:2406.11717). Several at one site are applied in their order.
+    With `s = h . d`: `h += strength * (clip(s, low, high) - s) * d`. `low = high = 0` ablates the direction: Arditi et al. 2024
+    (arXiv:2406.11717). Several at one site are applied in their order.
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
         layers: `"all"`, a layer or a sequence of layers, counted from 0.
-        direction: `[hidden]`, made a unit vector; or the name of a vector that the engine holds.
+        direction: `[hidden]`, which is scaled to a unit vector; or the name of a vector that the engine holds.
         low, high: bounds of s, in the units of the activation; None or infinite for no bound.
-        strength: from 0 (nothing) to 1 (all the way).
-        phase, positions: as for `Steer`.
+        strength: from 0 (no effect) to 1 (full effect).
+        phase, positions: as in `Steer`.
 
     Raises:
         PlanError: a field is not as above; the direction is zero; low is above high; positions with `phase="prefill"`.

@@ -1,7 +1,7 @@
-"""What all edits share: base classes, the registry of kinds, and how the edits of a site are applied in PyTorch.
+"""The common code of all edits: base classes, the registry of kinds, and the edits' application in PyTorch.
 
-An edit is one class in one file: its fields, its arithmetic in PyTorch (`reference`) and in Triton (`kernel`), and when it changes nothing.
-The wire form, the checks, the normal form, the keys of the prefix cache and the engine's tables follow from it:
+An edit is one class in one file: its fields, its arithmetic in PyTorch (`reference`) and in Triton (`kernel`), and the condition under
+which it changes nothing. The wire form, the checks, the normal form, the keys of the prefix cache and the engine's tables follow from it:
 
     @register
     @dataclass(frozen=True)
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 PHASES = ("both", "prefill", "decode")
 GROUP = "midstream.ops"
 MAX_GENERATED = 1 << 16  # generated tokens that an edit may name
-Shape = Callable[[np.ndarray, str], np.ndarray]  # (numbers, name for messages) -> the numbers that the arithmetic takes
+Shape = Callable[[np.ndarray, str], np.ndarray]  # (numbers, name for messages) -> the numbers for the arithmetic
 E = TypeVar("E", bound="type[Edit]")
 Item = TypeVar("Item", bound="Intervention")
 
@@ -73,7 +73,7 @@ class Op(NamedTuple):
         vector, mask: indices of the first and the second operand in a bank of vectors; -1 for none.
         a, b, c: `Edit.numbers`.
         offset: for a capture, where the value starts in the captured row, in elements.
-        program: the function of an edit that has one in place of arithmetic; of a capture, what it keeps in place of the value.
+        program: an edit's function in place of arithmetic; a capture's function of the value that it keeps.
         inputs: the (site, layer) of the program's further inputs.
     """
 
@@ -89,12 +89,12 @@ class Op(NamedTuple):
 
 
 class RowChange(NamedTuple):
-    """What a trace does to a row h of a site: `scale * h + sum of (h . w) u + constant`.
+    """The change of a row h of a site by a trace: `scale * h + sum of (h . w) u + constant`.
 
     Attributes:
         outers: each `(u, w)`, float64 `[H]`.
         constant: float64 `[H]`, or `[rows, H]` with one for each of the rows; None for none.
-        eps: the relative rounding error of the numbers that it is made of.
+        eps: the relative rounding error of its numbers.
     """
 
     scale: float
@@ -127,7 +127,7 @@ class Intervention:
 
     @property
     def its_program(self) -> Program | None:
-        """What its `function` field holds."""
+        """The value of its `function` field."""
         return getattr(self, self.function) if self.function is not None else None
 
     @property
@@ -142,8 +142,9 @@ class Intervention:
 
     @property
     def place(self) -> Any:
-        """A tuple of positions of the prompt or a `Span`; None for every position of an edit's phase, or a capture's
-        word or selector."""
+        """A tuple of positions of the prompt, or a `Span`. None for an edit at every position of its phase. A capture may have a word or a
+        selector.
+        """
         return self.positions
 
     def label(self, field: str) -> str:
@@ -158,7 +159,7 @@ class Intervention:
         fields.settle(self, **attributes)
 
     def layers_in(self, num_layers: int) -> Sequence[int]:
-        """Its layers in a model of `num_layers`, 0 if that is unknown. Raises PlanError for a layer outside the model."""
+        """Its layers in a model of `num_layers`; 0 if that is unknown. Raises PlanError for a layer outside the model."""
         if self.at_layers == "all":
             return range(num_layers)
         for layer in self.at_layers:
@@ -168,7 +169,9 @@ class Intervention:
         return self.at_layers  # type: ignore[no-any-return]
 
     def counted_from_0(self, num_layers: int) -> Self:
-        """The same with layers counted from 0, except for those outside the model. Raises PlanError for a layer that is there twice."""
+        """The intervention with layers counted from 0, except for those outside the model. Raises PlanError for a layer that
+        occurs twice.
+        """
         if self.at_layers == "all" or self.at_layers[0] >= 0:  # they are in order
             return self
         layers = sorted(layer + num_layers if -num_layers <= layer < 0 else layer for layer in self.at_layers)
@@ -179,7 +182,7 @@ class Intervention:
 
     @property
     def is_of_generated(self) -> bool:
-        """Whether its positions are those of generated tokens, counted from the first."""
+        """Whether its positions number generated tokens, from the first."""
         return False
 
     def place_in(self, prompt_length: int | None) -> Any:
@@ -189,7 +192,7 @@ class Intervention:
         return fields.resolved(self.label(self.position_field), self.place, prompt_length)
 
     def per_layer(self, num_layers: int | None) -> Iterator[Self]:
-        """The same for each of its `layers`; itself if these are "all" of an unknown number."""
+        """One intervention for each of its `layers`; itself if these are "all" of an unknown number."""
         if self.layers == "all" and num_layers is None:
             yield self
             return
@@ -201,11 +204,11 @@ class Edit(Intervention):
     """Base of all edits. They have `layers`, `phase` and `positions`, unless `layer_field` and `position_field` say otherwise.
 
     Attributes:
-        order: edits of a lower order come first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30; edits with a `function` come last.
-        adds: whether the arithmetic gives a summand rather than the new value. Consecutive edits that add are computed from the same h
+        order: edits of a lower order act first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30; edits with a `function` act last.
+        adds: whether the arithmetic returns a summand rather than the new value. Consecutive edits that add are computed from the same h
             and added to it in one sum, so their order does not matter.
         operands: the fields that hold a vector: the arithmetic's v and w. At most two.
-        run_operands: those of them that may also hold a `RecordedRun` or zeros; `run_row` says which row.
+        run_operands: the operands that may also hold a `RecordedRun` or zeros; `run_row` says which row.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
     """
 
@@ -220,7 +223,7 @@ class Edit(Intervention):
     # Each kind defines these.
 
     def changes_nothing(self) -> bool:
-        """Whether it leaves every value as it is, so that plans with and without it are equal."""
+        """Whether it leaves every value unchanged, so that plans with and without it are equal."""
         raise NotImplementedError
 
     def numbers(self) -> tuple[float, float, float]:
@@ -229,7 +232,7 @@ class Edit(Intervention):
 
     @classmethod
     def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
-        """The edits that do the same as a trace does to each row; none if edits of this kind cannot.
+        """The edits that change each row as a trace does; empty if edits of this kind cannot.
 
         Args:
             where: `{"phase": ...}`, or `{"positions": ...}` of the prompt.
@@ -237,7 +240,7 @@ class Edit(Intervention):
         return ()
 
     def shape(self, field: str) -> Shape | None:
-        """The function that a named vector in this operand passes through; None for none."""
+        """The function that checks and changes a named vector in this operand; None for none."""
         return None
 
     def run_row(self) -> tuple[str, int, int]:
@@ -251,19 +254,19 @@ class Edit(Intervention):
     def reference(
         h_TH: torch.Tensor, v_H: torch.Tensor, w_H: torch.Tensor | None, a: float, b: float, c: float
     ) -> torch.Tensor:
-        """The new value, or the summand, in plain PyTorch: the path on the CPU, and what the kernel is tested against.
+        """The new value, or the summand, in plain PyTorch: used on the CPU, and the kernel is tested against it.
 
         Args:
             h_TH: float32 `[T, H]`.
             v_H, w_H: the operands, float32 `[H]`; None if there is none.
 
         Returns:
-            float32 `[T, H]`, or of a shape that broadcasts to it. A row must not depend on the rows beside it.
+            float32 `[T, H]`, or of a shape that broadcasts to it. A row must not depend on other rows.
         """
         raise NotImplementedError
 
     # The same in Triton, for one row, `[H]`; `tl` is triton.language, and w is 1 without a second operand. A static method without
-    # annotations, which Triton does not allow. None: the edit runs on CPUs only.
+    # annotations, which Triton does not allow. An edit without a kernel runs on CPUs only.
     kernel: ClassVar[Callable[..., Any] | None] = None
 
     # These follow from the fields.
@@ -279,7 +282,7 @@ class Edit(Intervention):
         field = self.label("positions")
         positions = fields.positions(field, self.positions)
         if self.phase == "prefill":
-            given = f"{fields.shown(self.positions)} beside phase='prefill'"
+            given = f"{fields.shown(self.positions)} with phase='prefill'"
             raise fields.refuse(
                 field, given, 'positions of the prompt alone, or of generated tokens with phase="decode"'
             )
@@ -299,8 +302,8 @@ class Edit(Intervention):
         """Whether an operand is a recorded run."""
         return any([isinstance(getattr(self, field), RecordedRun) for field in self.run_operands])
 
-    def what(self) -> tuple[Any, ...]:
-        """What it does, without where, as a key. Runs are there by their ids, which hash quicker."""
+    def effect(self) -> tuple[Any, ...]:
+        """The edit's effect without its place, as a key. It has the ids of runs, which hash faster."""
         names = field_names(type(self))  # type: ignore[arg-type]
         values = [getattr(self, name) for name in names if name not in self.place_fields]
         return (self.kind, *(value.id if isinstance(value, RecordedRun) else value for value in values))
@@ -336,7 +339,9 @@ def field_names(cls: Any) -> tuple[str, ...]:
 
 
 def changed(item: Item, **attributes: Any) -> Item:
-    """The intervention with other attributes that are known to be good. Quicker than `dataclasses.replace`: a plan may need thousands."""
+    """The intervention with other attributes, which the caller has checked. Faster than `dataclasses.replace`: a plan may need
+    thousands.
+    """
     made = object.__new__(type(item))
     made.__dict__.update(item.__dict__, **attributes)
     return made
@@ -348,7 +353,7 @@ def point_of(item: Intervention) -> tuple[str, int]:
 
 
 def position_of(edit: Edit, prompt_length: int) -> int | None:
-    """The position of an edit in normal form, which has at most one; None if it acts wherever its phase says."""
+    """The position of an edit in normal form, which has at most one; None if it acts at all positions of its phase."""
     place = edit.place
     if place is None:
         return None
@@ -364,7 +369,7 @@ def register(cls: E) -> E:
     """Make an edit known by its kind, in this process. Raises ValueError if the kind is taken or is not a name."""
     kind, is_edit = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
     if not is_edit or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
-        raise ValueError(f"{cls.__name__} has to be a frozen dataclass, a subclass of Edit, with a kind and an order.")
+        raise ValueError(f"{cls.__name__} must be a frozen dataclass, a subclass of Edit, with a kind and an order.")
     if kind == "capture" or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
         taken = _registered[kind].__name__ if kind in _registered else "Capture"
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
@@ -377,7 +382,7 @@ def register(cls: E) -> E:
 
 @functools.cache
 def kinds() -> dict[str, type[Edit]]:
-    """All kinds of edits, those of installed packages too, in the order in which they act at a site."""
+    """All kinds of edits, including those of installed packages, in the order in which they act at a site."""
     for entry in entry_points(group=GROUP):
         cls = entry.load()
         if _registered.get(cls.kind) is not cls:
@@ -386,7 +391,7 @@ def kinds() -> dict[str, type[Edit]]:
 
 
 def kind_of(name: str) -> type[Edit]:
-    """The edit of this kind. Raises PlanError if there is none."""
+    """The class of this kind. Raises PlanError if the kind is unknown."""
     if name not in kinds():
         own = f"an edit of your own needs an entry point in the group {GROUP!r}, installed where the engine runs"
         raise PlanError(
@@ -397,7 +402,7 @@ def kind_of(name: str) -> type[Edit]:
 
 @functools.cache
 def kernel_codes() -> dict[str, int]:
-    """The kernel's numbers of the kinds that have one. Kinds that are registered later are not in the kernel."""
+    """The kernel's number of each kind that has Triton code. The kernel lacks kinds that are registered later."""
     return {kind: 1 + i for i, (kind, cls) in enumerate(kinds().items()) if cls.kernel is not None} | {"capture": 0}
 
 
@@ -410,24 +415,24 @@ def apply(
     bank: Sequence[torch.Tensor],
     values: Mapping[Point, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """The value of a site after the edits `ops`, each at all rows. Leaves `x_TH` as it is.
+    """The value of a site after the edits `ops`, each at all rows. `x_TH` is unchanged.
 
-    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. Then programs run, in the order of the ops
-    as well. A row's result does not depend on the rows beside it, except as PyTorch's products of matrices do.
+    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. Then programs run, also in the order of the
+    ops. A row's result does not depend on other rows, except as PyTorch's matrix products do.
 
     Args:
         x_TH: `[T, H]`, float32, float16 or bfloat16.
         ops: in the order of `compile.Profile.ops`; captures are skipped.
-        bank: float32 `[H]` each, which `Op.vector` and `Op.mask` index.
+        bank: float32 `[H]` each, indexed by `Op.vector` and `Op.mask`.
         values: (site, layer) -> `[T, width]`, for `Op.inputs`.
 
     Returns:
-        `[T, H]` in the dtype of `x_TH`, equal to it bit for bit wherever nothing changed.
+        `[T, H]` in the dtype of `x_TH`, equal to it bit for bit wherever the edits change nothing.
     """
     if all(op.kind == "capture" for op in ops):
         return x_TH
     new_TH = edited(x_TH, ops, bank, values)
-    return x_TH.where(new_TH == x_TH, new_TH)  # 0 and -0 are equal: the old one stays
+    return x_TH.where(new_TH == x_TH, new_TH)  # 0 equals -0: keep the old sign
 
 
 def edited(
@@ -436,7 +441,7 @@ def edited(
     bank: Sequence[torch.Tensor],
     values: Mapping[Point, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """`apply` for callers that write only the values that differ from the old ones, and so keep a 0's sign themselves."""
+    """`apply` for callers that write only the values that differ from the old ones, and so preserve a zero's sign themselves."""
     h_TH = _by_arithmetic(x_TH, ops, bank)
     for op in with_programs(ops):
         from midstream.plan.running import run
@@ -447,7 +452,7 @@ def edited(
 
 
 def with_programs(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The edits by programs among the ops, which run after the others."""
+    """The edits among the ops that run a program, after the others."""
     return tuple(op for op in ops if op.program is not None and op.kind != "capture")
 
 

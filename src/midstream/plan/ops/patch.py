@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 class Patch(Edit):
     """Replace the value at chosen positions of the prompt: `h = (1 - a) * h + a * source`, exactly `source` at a = 1.
 
-    Activation patching (causal tracing): Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). Several at one
-    position are applied in their order.
+    Activation patching (causal tracing): Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). Several at one position
+    are applied in their order.
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
         layer: counted from 0, or from the end: -1.
         position: of the prompt, one or several or a `Span`; negatives count from its end.
         source: a `RecordedRun`, a vector `[hidden]`, `"zeros"`, or the name of a vector that the engine holds.
-        source_position: of a run: one position for all, or one for each; negatives count from the end of the run's prompt. None: the
+        source_position: of a run: one position for all, or one for each; negatives count from the end of the run's prompt. None means the
             same as `position`, as written there.
-        source_layer, source_site: of a run; None: the same.
-        alpha: a, from 0 (nothing) to 1 (replace).
+        source_layer, source_site: of a run; None means the same as `layer` and `site`.
+        alpha: a, from 0 (no effect) to 1 (replace).
         mask: `[hidden]`, from 0 to 1, multiplied with alpha in each dimension; True and False count as 1 and 0. Or a name.
 
     Raises:
@@ -113,7 +113,7 @@ class Patch(Edit):
         return as_mask if field == "mask" else None
 
     def _source_point(self) -> tuple[str, int]:
-        """The (site, layer) of the run that it reads."""
+        """The (site, layer) of the run's row."""
         return self.source_site or self.site, self.layer if self.source_layer is None else self.source_layer
 
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Patch]:

@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 class Steer(Edit):
     """Add a vector: `h += scale * vector`. Several at one site add up.
 
-    Activation addition: Turner et al. 2023 (arXiv:2308.10248); the mean difference of contrastive prompts makes a good vector:
-    Rimsky et al. 2023 (arXiv:2312.06681).
+    Activation addition: Turner et al. 2023 (arXiv:2308.10248). The mean difference of contrastive prompts makes a good vector: Rimsky et
+    al. 2023 (arXiv:2312.06681).
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`, such as `"resid_post"`, or of the accessors, such as `"layers_output"`.
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
         vector: `[hidden]`, or the name of a vector that the engine holds.
-        scale: the factor; 0 changes nothing.
-        phase: at which tokens: `"prefill"` is the prompt's, `"decode"` every generated one, by position, however the engine batches.
-        positions: at these of the prompt alone, one or several (negatives count from its end) or a `Span`; with `phase="decode"`, at these
-            of the generated tokens alone, where 0 is the first; None for all of `phase`.
-        norm_match: make the added vector `scale` times as long as h is at that token, after the patches of the site:
-            `h += scale * ||h|| * vector / ||vector||`.
+        scale: the factor; 0 has no effect.
+        phase: the tokens to change: `"prefill"` is the prompt's, `"decode"` every generated one, `"both"` all. Phases go by position,
+            however the engine batches tokens.
+        positions: only these of the prompt, one or several (negatives count from its end) or a `Span`; with `phase="decode"`, only these
+            generated tokens, counted from 0; None for all of `phase`.
+        norm_match: make the added vector `scale` times as long as h is at that token, after the patches of the site: `h += scale * ||h|| *
+            vector / ||vector||`.
 
     Raises:
         PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set; positions with

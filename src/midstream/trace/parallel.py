@@ -1,10 +1,10 @@
-"""Other processes that run the same model, as a trace sees them: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
+"""The other processes that run the same model: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
 
-The classes here are those of a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
-another stage returns a `RemoteValue` at once. Passing it around, saving it and writing to it do nothing here, because the stage that has
-the value does the same with the value itself. Only real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
+The classes here are for a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
+another stage returns a `StageValue` at once. Passing it on, saving it and writing to it do nothing here, because the stage that owns the
+value does the same with the value itself. Only a real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
 
-    h = model.layers_output[20]              # on the stage of layer 3: a RemoteValue
+    h = model.layers_output[20]              # on the stage of layer 3: a StageValue
     h.save()                                 # the stage of layer 20 brings it back
     model.layers_output[25] += h.mean(0)     # `mean` fetches it
 """
@@ -24,10 +24,10 @@ from midstream.errors import MidstreamError, TraceError
 from midstream.sites import Key
 from midstream.tree import Opaque, Ref, map_objects, map_tensors
 
-CALL = "call"  # the last part of the key of a value that a module computes for the trace alone
+CALL = "call"  # the last part of the key of a value that a module computes for the trace, outside of the forward
 
 
-class Shard(NamedTuple):
+class Sharding(NamedTuple):
     """How to get from this rank's part of a tensor to the full tensor and back. `lead` is the number of axes before the sharded ones.
 
     Attributes:
@@ -40,12 +40,12 @@ class Shard(NamedTuple):
 
 
 class Peers:
-    """The tensor-parallel ranks, which run the same bodies. This class is for a process without any (see `ranks.tensor`)."""
+    """The tensor-parallel ranks, which run the same bodies. This class is for a model on one rank (see `ranks.tensor`)."""
 
     several = False
 
-    def shards(self, key: Key) -> Mapping[Ref, Shard]:
-        """The leaves at a point of which this rank has only a part."""
+    def shards(self, key: Key) -> Mapping[Ref, Sharding]:
+        """The sharded leaves at a point."""
         return {}
 
     def applied(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,23 +56,23 @@ class Peers:
         """A step with traces begins."""
 
     def rest(self) -> None:
-        """No trace is alive any more."""
+        """The last trace has ended."""
 
     def note(self, body: str, *what: Any) -> None:
         """The body does something that it has to do on all ranks."""
 
     def show(self) -> None:
-        """The forward goes on: send the notes to the other ranks."""
+        """The forward continues: send the notes to the other ranks."""
 
     def agree(self, body: str, *what: Any) -> None:
-        """To be called before something collective. Raises DivergedError if the body does something else on another rank."""
+        """Call this before a collective operation. Raises DivergedError if the body does something else on another rank."""
 
     def decide(self, choose: Callable[[], list[str]]) -> list[str]:
         """The names that `choose` returns on the first rank. The other ranks do not call it."""
         return choose()
 
     def end_step(self, bodies: Iterable[str]) -> Mapping[str, MidstreamError]:
-        """The forward is over: the errors of those bodies that did not do the same on all ranks."""
+        """The forward is over: the errors of the bodies that behaved differently on different ranks."""
         return {}
 
 
@@ -99,7 +99,7 @@ class Stage:
         }
 
     def has(self, key: Key) -> bool:
-        """Whether this stage has the point."""
+        """Whether this stage owns the point."""
         return True
 
     def children_of(self, path: str) -> list[str]:
@@ -111,32 +111,32 @@ class Stage:
         raise NotImplementedError
 
     def width_of(self, key: Key) -> int | None:
-        """The length of the tuple at `key`; None if it is no tuple, or not known to be one."""
+        """The length of the tuple at `key`; None if the value is not known to be a tuple."""
         return None
 
     def silence(self, body: str, failure: BaseException | None) -> None:
-        """The body's code is over on this stage, by `failure` if given."""
+        """The body's code has ended on this stage, by `failure` if given."""
 
     # Called if there are several stages.
 
     def of(self, key: Key) -> int:
-        """The stage that has a point."""
+        """The stage that owns a point."""
         raise NotImplementedError
 
     def begin_of(self, stage: int) -> int:
         """The moment of the forward at which a stage begins."""
         raise NotImplementedError
 
-    def share(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
+    def publish(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
         """Compute a value of this stage and let the other stages fetch it. If that raises, they get an error."""
         raise NotImplementedError
 
     def claim(self, stage: int, body: str, number: int) -> Claim:
-        """As long as the claim lives, this stage may fetch the value of another stage."""
+        """While the claim lives, this stage may fetch the value of another stage."""
         raise NotImplementedError
 
-    def fetch(self, place: Place) -> Any:
-        """Ask for another stage's value. Returns at once; `done` of what it returns tells whether the answer is here."""
+    def fetch(self, origin: Origin) -> Any:
+        """Ask for another stage's value. Returns at once; the returned fetch is `done` when the answer has arrived."""
         raise NotImplementedError
 
     def received(self, fetch: Any) -> Any:
@@ -150,7 +150,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for another stage's value in a saved container. It is left there only if no stage brought the value back."""
+    """Stands for another stage's value in a saved container. It stays there only if no stage brought the value back."""
 
     point: str
 
@@ -159,7 +159,7 @@ class Absent:
 
 
 class Claim:
-    """Lives as long as a value may be fetched. `waive` is called when its last RemoteValue is gone, on any thread."""
+    """Lives as long as a value may be fetched. `waive` is called when its last StageValue is gone, on any thread."""
 
     __slots__ = ("_waive",)
 
@@ -170,20 +170,20 @@ class Claim:
         self._waive()
 
 
-class Place(NamedTuple):
-    """Where a remote value comes from.
+class Origin(NamedTuple):
+    """The origin of another stage's value.
 
     Attributes:
         body: the name of the trace that read it.
         number: counts the reads of that trace; the same on every stage.
-        stage: the stage that has the value.
+        stage: the stage that owns the value.
         step: the step in which it was read.
-        called: whether a module computed it for the trace alone.
+        called: whether a module computed it for the trace, outside of the forward.
         name: as a user would write it.
         fetch: fetches the value for the body that is running.
-        width: length of the tuple that it is; None if it is no tuple, or not known to be one.
-        ref: which part of the value is meant.
-        claim: as long as one of the value's parts has it, the value may be fetched.
+        width: length of the tuple that it is; None if it is not known to be a tuple.
+        ref: the part of the value that is meant.
+        claim: the value may be fetched as long as one of its parts holds this.
     """
 
     body: str
@@ -192,22 +192,22 @@ class Place(NamedTuple):
     step: int
     called: bool
     name: str
-    fetch: Callable[[Place], Any]
+    fetch: Callable[[Origin], Any]
     width: int | None = None
     ref: Ref = ()
     claim: Claim | None = None
 
 
-class RemoteValue(Opaque):
+class StageValue(Opaque):
     """A value of another pipeline stage, fetched at its first real use."""
 
-    __slots__ = ("_changes", "_place", "_real")
+    __slots__ = ("_changes", "_origin", "_real")
 
-    _place: Place
+    _origin: Origin
     _changes: list[Callable[[Any], Any]]
 
-    def __init__(self, place: Place) -> None:
-        object.__setattr__(self, "_place", place)
+    def __init__(self, origin: Origin) -> None:
+        object.__setattr__(self, "_origin", origin)
         object.__setattr__(self, "_changes", [])
 
     # Without fetching.
@@ -215,22 +215,22 @@ class RemoteValue(Opaque):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """Makes `isinstance(x, tuple)` true for tuples, since traces ask that of a module's output."""
-        return RemoteValue if self._place.width is None else tuple
+        return StageValue if self._origin.width is None else tuple
 
     def __repr__(self) -> str:
-        return f"<{self._place.name} of step {self._place.step}, on pipeline stage {self._place.stage}>"
+        return f"<{self._origin.name} of step {self._origin.step}, on pipeline stage {self._origin.stage}>"
 
     def __hash__(self) -> int:
         return id(self)
 
-    def __copy__(self) -> RemoteValue:
+    def __copy__(self) -> StageValue:
         return self
 
     def __reduce__(self) -> Any:
-        return Absent, (self._place.name,)
+        return Absent, (self._origin.name,)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        index, value = _kept(index), _kept(value)
+        index, value = _snapshot(index), _snapshot(value)
 
         def change(fetched: Any) -> Any:
             fetched[real(index)] = real(value)
@@ -238,8 +238,8 @@ class RemoteValue(Opaque):
 
         self._change(change)
 
-    def _change(self, change: Callable[[Any], Any]) -> RemoteValue:
-        """An edit in place. The value's own stage makes it, too; this stage makes it once it uses the value."""
+    def _change(self, change: Callable[[Any], Any]) -> StageValue:
+        """Edit the value in place. Its own stage makes the edit, too; this stage makes it once it uses the value."""
         if hasattr(self, "_real"):
             object.__setattr__(self, "_real", change(self._real))
         else:
@@ -250,43 +250,43 @@ class RemoteValue(Opaque):
 
     def _use(self) -> Any:
         if not hasattr(self, "_real"):
-            value = self._place.fetch(self._place)
+            value = self._origin.fetch(self._origin)
             for change in self._changes:
                 value = change(value)
             object.__setattr__(self, "_real", value)
         return self._real
 
     def __getattr__(self, name: str) -> Any:
-        if name in (*RemoteValue.__slots__, "_fields", "_make") or (name.startswith("__") and name.endswith("__")):
+        if name in (*StageValue.__slots__, "_fields", "_make") or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
-        if self._place.width is not None and hasattr(torch.Tensor, name) and not hasattr(tuple, name):
+        if self._origin.width is not None and hasattr(torch.Tensor, name) and not hasattr(tuple, name):
             raise TraceError(
-                f"{self._place.name} is a tuple of {self._place.width}, which has no {name}: index first, as in "
-                f"`{self._place.name}[0].{name}`."
+                f"{self._origin.name} is a tuple of {self._origin.width}, which has no {name}: index first, as in "
+                f"`{self._origin.name}[0].{name}`."
             )
         if name.endswith("_") and not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
-            return lambda *args, **kwargs: self._change(_method(name, _kept(args), _kept(kwargs)))
+            return lambda *args, **kwargs: self._change(_method(name, _snapshot(args), _snapshot(kwargs)))
         return getattr(self._use(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._use(), name, real(value))
 
     def __getitem__(self, index: Any) -> Any:
-        width = self._place.width
+        width = self._origin.width
         if width is None or not isinstance(index, int) or hasattr(self, "_real") or self._changes:
             return self._use()[real(index)]
         if not -width <= index < width:
-            raise IndexError(f"{self._place.name} is a tuple of {width}; [{index}] was asked for.")
-        place, at = self._place, index % width
-        return RemoteValue(place._replace(ref=(*place.ref, at), name=f"{place.name}[{at}]", width=None))
+            raise IndexError(f"{self._origin.name} is a tuple of {width}; [{index}] was asked for.")
+        origin, at = self._origin, index % width
+        return StageValue(origin._replace(ref=(*origin.ref, at), name=f"{origin.name}[{at}]", width=None))
 
     def __iter__(self) -> Iterator[Any]:
-        if self._place.width is not None:
-            return iter([self[i] for i in range(self._place.width)])
+        if self._origin.width is not None:
+            return iter([self[i] for i in range(self._origin.width)])
         return iter(self._use())
 
     def __len__(self) -> int:
-        return self._place.width if self._place.width is not None else len(self._use())
+        return self._origin.width if self._origin.width is not None else len(self._use())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._use()(*real(args), **real(kwargs))
@@ -314,13 +314,13 @@ class RemoteValue(Opaque):
 
 
 def real(tree: Any) -> Any:
-    """`tree` with every RemoteValue in its containers fetched."""
-    return map_objects(tree, RemoteValue, RemoteValue._use)
+    """`tree` with every StageValue in its containers fetched."""
+    return map_objects(tree, StageValue, StageValue._use)
 
 
-def _kept(tree: Any) -> Any:
-    """A copy of `tree` for later use, since its tensors may be edited until then."""
-    return map_tensors(tree, lambda _, tensor: tensor.clone()) if not isinstance(tree, RemoteValue) else tree
+def _snapshot(tree: Any) -> Any:
+    """A copy of `tree`, whose tensors may be edited before the copy is used."""
+    return map_tensors(tree, lambda _, tensor: tensor.clone()) if not isinstance(tree, StageValue) else tree
 
 
 def _method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
@@ -342,18 +342,18 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    def change(self: RemoteValue, other: Any) -> RemoteValue:
-        other = _kept(other)
+    def change(self: StageValue, other: Any) -> StageValue:
+        other = _snapshot(other)
         return self._change(lambda value: function(value, real(other)))
 
     return change
 
 
 for _name in BINARY:
-    setattr(RemoteValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
-    setattr(RemoteValue, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
-    setattr(RemoteValue, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
+    setattr(StageValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
+    setattr(StageValue, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
+    setattr(StageValue, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
 for _name in (*UNARY, *COMPARISONS, "index"):
-    setattr(RemoteValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
+    setattr(StageValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
 for _function in (bool, int, float, complex):
-    setattr(RemoteValue, f"__{_function.__name__}__", _by_use(_function))
+    setattr(StageValue, f"__{_function.__name__}__", _by_use(_function))

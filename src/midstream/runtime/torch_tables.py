@@ -1,0 +1,178 @@
+"""Plans on a batch in plain PyTorch: for engines on a CPU, and for transformers models on any device, also under autograd.
+
+Rows of one profile are edited together, and nothing else is shared between rows. Tests compare the kernel with it.
+
+Legend: T rows of the batch, R those of one profile, H the site's width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from midstream.plan.ops.edit import Op, edited
+from midstream.plan.running import run
+from midstream.runtime.programs import value_of
+from midstream.runtime.tables import ProfileSlots, RowProfiles, Tables, streams
+from midstream.sites import Point
+
+Rows = torch.Tensor | slice
+
+
+class TorchTables(Tables):
+    """Applies the ops without buffers or a kernel.
+
+    Args:
+        dtype: of captured rows.
+
+    Attributes:
+        overflow: row of the step -> the index of the first point whose edit made it infinite or NaN.
+    """
+
+    def __init__(self, points: Sequence[Point], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(points, device)
+        self.overflow: dict[int, int] = {}
+        self._dtype = dtype
+        self._banks: dict[int, list[torch.Tensor]] = {}
+        self._groups: list[tuple[int, Rows]] = []  # profile -> its rows of the step
+        self._needed: set[Point] = set()  # whose values programs of the step need later in it
+        self._values: dict[Point, torch.Tensor] = {}  # these, `[T, width]`
+        self._places: np.ndarray | None = None
+
+    def _place(self, slots: ProfileSlots) -> None:
+        bank = list(slots.compiled.bank)
+        slots.kept += bank
+        self._banks.update(dict.fromkeys(slots.ids.tolist(), bank))
+
+    def unload(self, slots: ProfileSlots) -> None:
+        for number in slots.ids.tolist():
+            self._banks.pop(number, None)
+        super().unload(slots)
+
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
+        super().begin_step(rows, places)
+        self._values.clear()
+        self.overflow.clear()  # of an earlier step, on a stage that does not end the forward
+
+    def _set_rows(self, rows: RowProfiles) -> None:
+        if rows.prepared is None:
+            numbers = np.unique(rows.profile_T)
+            rows.prepared = [(int(n), _index_of(np.flatnonzero(rows.profile_T == n))) for n in numbers if n]
+        self._groups = rows.prepared
+        self._needed = set().union(*(self.profiles[number].further for number, _ in self._groups))
+
+    def _set_places(self, places: np.ndarray | None, count: int) -> None:
+        self._places = places
+
+    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        first, second = streams(hidden, residual)
+        for rows, new_first, new_second in self._changes(point, first, second):
+            first[rows] = new_first
+            if second is not None and new_second is not None:
+                second[rows] = new_second
+
+    def edited(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        new_first, new_second = first, second = streams(
+            hidden.contiguous(), residual.contiguous() if residual is not None else None
+        )
+        for rows, one, two in self._changes(point, first, second):
+            if isinstance(rows, slice) and rows.stop - rows.start == len(first):
+                new_first, new_second = one, two
+                continue
+            if new_first is first:
+                new_first, new_second = first.clone(), second.clone() if second is not None else None
+            new_first[rows] = one
+            if new_second is not None and two is not None:
+                new_second[rows] = two
+        if new_first is first:
+            return hidden, residual
+        return new_first.view(hidden.shape), new_second.view(hidden.shape) if new_second is not None else None
+
+    def _changes(
+        self, point: int, first: torch.Tensor, second: torch.Tensor | None
+    ) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor | None]]:
+        """Rows and their two streams after the edits, for each profile that edits there. Captures what the profiles capture."""
+        where = self.points[point]
+        if where in self._needed:
+            self._values[where] = value_of(first, second).clone()
+        for number, rows in self._groups:
+            ops = self.profiles[number].ops.get(where)
+            if ops is None:
+                continue
+            one, two = first[rows], second[rows] if second is not None else None
+            if one.requires_grad and isinstance(rows, slice):
+                one = one.clone()  # autograd does not allow that a view of it is written to
+            old = value_of(one, two)
+            edits = any(op.kind != "capture" for op in ops)
+            new_one, new_two = self._new(point, ops, number, rows, one, two) if edits else (one, two)
+            for i, op in enumerate(ops):
+                if op.kind == "capture":  # one that comes first takes the value before the edits
+                    self._capture(op, rows, value_of(new_one, new_two) if i else old)
+            if edits:
+                yield rows, new_one, new_two
+
+    def _new(
+        self,
+        point: int,
+        ops: Sequence[Op],
+        number: int,
+        rows: Rows,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both streams of these rows, edited. Elements that come out as they were are bit-identical in both."""
+        old = value_of(first, second)
+        new = edited(old, ops, self._banks[number], {at: self._values[at][rows] for op in ops for at in op.inputs})
+        self._note_overflow(point, rows, new.detach())
+        differs = torch.empty_like(new, requires_grad=False)
+        torch.ne(new.detach(), old.detach(), out=differs)  # into bools it takes several times as long
+        if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
+            return new, torch.zeros_like(second) if second is not None else None
+        changed = differs.bool()
+        return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
+
+    def _note_overflow(self, point: int, rows: Rows, new_RH: torch.Tensor) -> None:
+        if not math.isfinite(
+            new_RH.sum(dtype=torch.float32)
+        ):  # one pass; the sum of finite numbers may overflow as well
+            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
+            for row in numbers[_not_finite(new_RH).cpu()].tolist():
+                self.overflow.setdefault(row, point)
+
+    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        codes_T = -_not_finite(hidden_TH).to(torch.int32)
+        for row, point in self.overflow.items():
+            codes_T[row] = 1 + point
+        self.overflow.clear()
+        return codes_T, lambda: None
+
+    def _capture(self, op: Op, rows: Rows, value_RH: torch.Tensor) -> None:
+        """Copy what `op` captures of these rows to their places."""
+        if self._places is None:
+            return
+        value_RH = value_RH.detach()
+        value_RH = run(op.program, value_RH) if op.program is not None else value_RH.to(self._dtype)
+        value_RH = value_RH.cpu().contiguous()
+        start, size = value_RH.data_ptr(), value_RH.shape[-1] * value_RH.element_size()
+        places = self._places[rows if isinstance(rows, slice) else rows.numpy()].tolist()
+        for i, place in enumerate(places):
+            if place:
+                ctypes.memmove(place + op.offset * value_RH.element_size(), start + i * size, size)
+
+
+def _not_finite(x_TH: torch.Tensor) -> torch.Tensor:
+    """`[T]`, whether a row has an infinity or a NaN."""
+    return ~torch.isfinite(x_TH).all(-1)
+
+
+def _index_of(rows: np.ndarray) -> Rows:
+    """The rows as an index; a slice where they lie together, for that needs no gather."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows)

@@ -1,0 +1,214 @@
+"""A trace's code, a with-block or a function, and the values that it brings back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.errors import TraceError
+from midstream.trace.block import Block, locals_at
+from midstream.trace.body import Body, current_body
+from midstream.trace.saves import attributes_of, contents, is_container, reached, variables_of
+from midstream.trace.tracer import BodyTracer, backward, save, steps_of
+from midstream.tree import map_tensors
+
+RETURNED = "return"  # the name of a function's return value among the saved values
+_HASHED_BYTES = 1 << 20  # larger arrays are not checked for changes
+
+
+@dataclass
+class Found:
+    """The values that a trace brings back, and the names of those that it does not.
+
+    Attributes:
+        values: the saved values by name.
+        mutated: names of the caller's containers and tensors that the trace has changed and not saved.
+        unsaved: names that it has set and not saved.
+        rebound: names of the caller's numbers and texts that it has set to other values and not saved.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    mutated: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
+    rebound: list[str] = field(default_factory=list)
+
+
+class TraceProgram:
+    """One invoke's code.
+
+    Attributes:
+        is_standing: whether it runs in every step of a request.
+    """
+
+    is_standing = False
+
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
+        """Run in the current body."""
+        raise NotImplementedError
+
+    def recover(self, error: BaseException, body: Body) -> Found:
+        """The values saved before `run` raised."""
+        raise NotImplementedError
+
+    def snapshot(self, body: Body) -> dict[str, Any]:
+        """The values saved so far, while `run` is parked."""
+        return {}
+
+
+@dataclass
+class FunctionProgram(TraceProgram):
+    """`fn(model)` or `fn(model, tracer)`. Its return value comes back."""
+
+    fn: Callable[..., Any]
+
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
+        body, outside = current_body(), self.outside
+        body.entry = {name: _state(value) for name, value in outside.items()}, {}
+        arguments = (model, BodyTracer()) if self._takes_tracer else (model,)
+        returned = self.fn(*arguments)
+        values = map_tensors(returned, lambda _, t: body.save(t))
+        back = {id(value) for value in contents([returned])}
+        mutated = [name for name, v in outside.items() if id(v) not in back and _is_changed(body, name, v)]
+        return Found({RETURNED: values}, mutated)
+
+    @property
+    def outside(self) -> dict[str, Any]:
+        """The variables from outside that the function uses, by name, including those of functions and objects among them."""
+        fn, used = self.fn, dict[str, Any]()
+        while isinstance(fn, functools.partial):
+            used |= inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments
+            fn = fn.func
+        fn = inspect.unwrap(fn)
+        used |= attributes_of(getattr(fn, "__self__", fn)) or {}
+        fn = getattr(fn, "__func__", fn)
+        if type(fn) is FunctionType:
+            given = inspect.signature(fn).parameters.values()
+            used = {p.name: p.default for p in given if p.default is not p.empty} | dict(variables_of(fn)) | used
+        return {**used, **reached(used)}
+
+    @functools.cached_property
+    def _takes_tracer(self) -> bool:
+        parameters = inspect.signature(self.fn).parameters.values()
+        required = [
+            p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(required) not in (1, 2):
+            raise TraceError(f"{self.fn!r} must take (model) or (model, tracer).")
+        return len(required) == 2
+
+    def recover(self, error: BaseException, body: Body) -> Found:
+        return Found(body.saves.pick(locals_at(error, code_of(self.fn))))
+
+
+def code_of(fn: Any) -> CodeType | None:
+    """The code of a function, a method, a partial or a callable object."""
+    fn = inspect.unwrap(plain_function(fn))
+    code: CodeType | None = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    return code
+
+
+@dataclass
+class BlockProgram(TraceProgram):
+    """A with-block. Its saved variables come back.
+
+    Attributes:
+        injected: names with another value where the block runs: the tracer.
+        saved: captured names whose object was saved above the block.
+    """
+
+    block: Block
+    injected: dict[str, Any]
+    saved: list[str] = field(default_factory=list)
+
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
+        body = current_body()
+        body.entry = {name: _state(value) for name, value in self._outside().items()}, self._attributes()
+        for name in self.saved:
+            body.save(self.block.captured[name])
+        injected = {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of}
+        names = self.block.function()(injected, shared, body.wait_for_sibling)
+        saved = self._saved(body, names)
+        mutated = [name for name, v in self._outside().items() if name not in saved and _is_changed(body, name, v)]
+        rebound = [name for name, v in names.items() if name not in saved and self._is_rebound(name, v)]
+        return Found(saved, mutated, self._unsaved(names, saved), rebound)
+
+    def _is_rebound(self, name: str, value: Any) -> bool:
+        """Whether the block has read a number or text of the caller's and set its name to another value."""
+        before = self.block.captured.get(name)
+        return isinstance(before, (int, float, complex, str)) and value is not before
+
+    def _unsaved(self, names: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+        return [name for name in names if name not in saved and name not in self.block.captured]
+
+    def recover(self, error: BaseException, body: Body) -> Found:
+        names = locals_at(error, self.block.code)
+        saved = self._saved(body, names)
+        return Found(saved, unsaved=self._unsaved(names, saved))
+
+    def snapshot(self, body: Body) -> dict[str, Any]:
+        frame = body.frame_of(self.block.code)
+        return self._saved(body, frame.f_locals if frame is not None else {})
+
+    def _saved(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved values among the block's names, the values from outside, and the attributes that it has set on objects from outside.
+
+        A container from outside comes back if the block has changed it and it contains a saved value. A container that the block made comes
+        back if all tensors in it were saved.
+        """
+        outside, saves = self._outside(), body.saves
+        if not saves:
+            return {}
+        made = {n: v for n, v in names.items() if v is not outside.get(n) and saves.has_all_tensors_of(v)}
+        filled = {n: v for n, v in outside.items() if saves.has_some_of(v) and _is_changed(body, n, v)}
+        before = body.entry[1]
+        bound = {n: v for n, v in self._attributes().items() if v is not before.get(n)}
+        return {**made, **filled, **saves.pick({**bound, **outside, **names})}
+
+    def _outside(self) -> dict[str, Any]:
+        return {name: value for name, value in self.block.outside.items() if name not in self.injected}
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes of the caller's objects, as `owner.name`."""
+        objects = {owner: attributes_of(value) or {} for owner, value in self._outside().items()}
+        return {f"{owner}.{name}": value for owner, own in objects.items() for name, value in own.items()}
+
+
+def _is_changed(body: Body, name: str, value: Any) -> bool:
+    """Whether one of the caller's values has changed since the block began."""
+    before, now = body.entry[0].get(name), _state(value)
+    if isinstance(now, list) and isinstance(before, list):
+        return len(now) != len(before) or any(a is not b or m != n for (a, m), (b, n) in zip(now, before, strict=True))
+    return now is not None and now != before
+
+
+def _state(value: Any) -> list[tuple[Any, int]] | int | None:
+    """A state that differs once the value has changed: a container's values with their versions, a set's size, a tensor's version."""
+    kind = type(value)  # isinstance might run the object's own code
+    if is_container(value):
+        return [(each, _version(each)) for each in contents(value)]
+    if issubclass(kind, set):
+        return set.__len__(value)
+    if issubclass(kind, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
+        return hash(value.tobytes())
+    return _version(value) if issubclass(kind, torch.Tensor) else None
+
+
+def _version(value: Any) -> int:
+    """A tensor's version. 0 for other values, and for a trainable parameter, which is the caller's own on `LanguageModel`."""
+    if not issubclass(type(value), torch.Tensor) or value.is_inference():
+        return 0
+    return 0 if value.requires_grad and value.is_leaf else value._version
+
+
+def plain_function(fn: Any) -> Any:
+    """The function inside a partial."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
