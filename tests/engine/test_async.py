@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from engines import start
@@ -93,6 +94,18 @@ async def a_clean_trace_runs(model: VLLM, plain: Plain) -> None:
 # Sweeps (rows H1 and H7).
 
 PAIR = (FRANCE, "The capital of Italy is", " Paris", " Rome")
+
+
+def test_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
+    async def swept() -> Any:
+        result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
+        cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
+        return result, cells
+
+    result, cells = drive(swept())
+    for site, values in hf.sweep(*PAIR, sites=["resid_post", "mlp_out"]).values.items():
+        np.testing.assert_allclose(result.values[site], values, rtol=1e-3, atol=2e-3)
+    assert len(cells) == 40
 
 
 def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:

@@ -32,6 +32,7 @@ import torch
 from limits import least
 from oracle import Plain
 from servers import ADMIN, KEYS, Server
+from toy_selector import Around, Every, LastTwo
 
 from midstream import Capture, Patch, Plan, Remote, Span, Steer, open_captures
 from midstream.errors import (
@@ -109,6 +110,21 @@ def test_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) -> No
     assert output.outputs[0].token_ids[0] == expected.logits[-1].argmax().item()
     assert output.prompt_token_ids == plain.ids(FRANCE) and output.finished
     assert output.outputs[0].text == plain.decode(output.outputs[0].token_ids)
+
+
+def test_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> None:
+    """The server has their package, too; also what a run keeps."""
+    plan = [
+        Capture("resid_post", layers=3, positions=Around((0,), (1,))),
+        Capture("mlp_out", layers=3, positions=Every(3)),
+    ]
+    (output,) = model.generate(FRANCE, plan=plan, max_tokens=8, temperature=0.0, ignore_eos=True)
+    sites = plain.run(plain.ids(FRANCE) + plain.generate(FRANCE, 8)[:-1]).sites
+    for key, rows in {("resid_post", 3): [0, 3, 4, 6], ("mlp_out", 3): [5, 8, 11]}.items():
+        assert output.captures.positions[key] == rows
+        close(output.captures[key], sites[key][rows])
+    assert model.record(FRANCE, "resid_post", layers=3, positions=LastTwo(), name="two").positions == (3, 4)
+    model.runs.delete("two")
 
 
 def test_many_prompts_samples_and_log_probabilities(model: Remote, plain: Plain) -> None:
