@@ -23,7 +23,7 @@ from midstream.errors import EngineClosedError, InterventionError, InterventionE
 from midstream.vllm import stream as vllm_stream
 
 if TYPE_CHECKING:
-    from midstream import VLLM
+    from midstream import VLLM, LanguageModel
 
 pytestmark = pytest.mark.engine
 
