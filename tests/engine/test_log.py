@@ -155,6 +155,7 @@ CELLS = [
 
 
 def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any], tmp_path: Path) -> None:
+    command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # starts sooner
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     manager = KernelManager()
     client = NotebookClient(notebook, km=manager, timeout=300)
