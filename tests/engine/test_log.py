@@ -46,7 +46,7 @@ def script(*arguments: str) -> list[str]:
 
 
 def test_nothing_of_vllms_log_is_shown_and_what_traces_print_is(command: dict[str, Any], tmp_path: Path) -> None:
-    done = subprocess.run(script("close", "forked"), capture_output=True, text=True, check=True, **command)
+    done = subprocess.run(script("close"), capture_output=True, text=True, check=True, **command)
     told, *lines = done.stdout.splitlines()
     assert json.loads(told)["there"]
     assert sorted(lines) == ["printed by the script", "printed in a trace"]

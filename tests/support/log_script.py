@@ -1,6 +1,6 @@
 """Run by test_log.py in a process of its own, without vLLM's environment variables about logs.
 
-python log_script.py close [forked]            an engine that is closed
+python log_script.py close                     an engine that is closed
 python log_script.py fail                      one that cannot start
 python log_script.py kill sync|async|unseen    one whose process is killed, during its calls or between them
 python log_script.py unguarded                 one that every process starts that imports the script
@@ -46,8 +46,8 @@ def tell(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
-def close(how: str = "") -> None:
-    with start(is_forked=how == "forked") as model, model.trace(PROMPT):
+def close() -> None:
+    with start() as model, model.trace(PROMPT):
         print("printed in a trace")
         warnings.warn("warned in a trace", stacklevel=1)
         h = model.layers_output[0].save()  # noqa: F841
