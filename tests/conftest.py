@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import ranks
-from engines import ENGINE, RANKS, alive, start
+from engines import ENGINE, RANKS, STARTS, alive, start
 
 # Without a GPU the kernels' tests use Triton's interpreter, which has to be chosen before anybody imports Triton. The engines that the
 # tests start do not inherit the choice.
@@ -46,6 +46,10 @@ NOT_REMOTE = {
 # What one process runs, by the beginnings of the tests' names.
 TOGETHER = {
     "ranks": ("tests/ranks/",),
+    "compiled": (
+        *(f"tests/engine/test_{each}.py" for each in ("graph_sites", "lifecycle", "plan_engine")),
+        "tests/models/test_apply.py",
+    ),
     "traces_server": tuple(f"tests/engine/test_{each}.py" for each in ("serve_remote", "serve_sweeps", "inspect_ai")),
 }
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
@@ -82,9 +86,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of xdist's processes
+        output["starts"] = STARTS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    STARTS.extend(map(tuple, getattr(node, "workeroutput", {}).get("starts", [])))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if STARTS:
+        terminalreporter.section(f"{len(STARTS)} engine starts, {sum(seconds for seconds, _ in STARTS):.0f} s")
+        for seconds, what in sorted(STARTS, reverse=True):
+            terminalreporter.write_line(f"{seconds:.1f} s {what}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give whole files to the two processes, but give all tests of several ranks to one of them, and the files that share a server.
+    """Give whole files to the two processes, but give all tests of several ranks to one of them, and the files that share a server or
+    the engine that compiles.
 
     A rank spins while it waits for the others, so two engines of several ranks on two cores take many times as long as one.
     """

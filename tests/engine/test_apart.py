@@ -85,7 +85,7 @@ async def forward_steps(model: VLLM) -> int:
     return int((await model.gauges())[0]["forward_traced_steps"])
 
 
-def test_i3_a_slow_trace_takes_its_share_of_the_time_and_no_more(model: VLLM, drive: Drive) -> None:
+def test_a_slow_trace_takes_its_share_of_the_time_and_no_more(model: VLLM, drive: Drive) -> None:
     """Seen failing with `trace_share=1`, where every token of the others takes as long as the trace's step."""
 
     async def others() -> float:
@@ -112,7 +112,7 @@ def test_i3_a_slow_trace_takes_its_share_of_the_time_and_no_more(model: VLLM, dr
     assert 1 <= steps <= 0.2 * took / PAUSE + 3  # async scheduling is two steps ahead when the others come
 
 
-def test_i4_results_are_those_of_each_request_alone(model: VLLM, drive: Drive) -> None:
+def test_results_are_those_of_each_request_alone(model: VLLM, drive: Drive) -> None:
     """Of traces in every step, traces of the prompt, and plain requests that begin and end meanwhile."""
 
     async def alone() -> tuple[list[Any], list[Any]]:
@@ -137,7 +137,7 @@ def test_i4_results_are_those_of_each_request_alone(model: VLLM, drive: Drive) -
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_i4_a_trace_that_is_over_shares_the_steps_of_the_others(model: VLLM, drive: Drive) -> None:
+def test_a_trace_that_is_over_shares_the_steps_of_the_others(model: VLLM, drive: Drive) -> None:
     """Its later tokens would else come at the pace of traced steps. Seen failing where the worker does not tell the scheduler."""
 
     async def run() -> tuple[int, bool]:
@@ -155,7 +155,7 @@ def test_i4_a_trace_that_is_over_shares_the_steps_of_the_others(model: VLLM, dri
     assert steps == 1 and running
 
 
-def test_i3_a_large_traced_prompt_gets_its_memory_from_requests_that_came_earlier(model: VLLM, drive: Drive) -> None:
+def test_a_large_traced_prompt_gets_its_memory_from_requests_that_came_earlier(model: VLLM, drive: Drive) -> None:
     """Plain requests keep coming, and each takes what the one before it leaves. Seen failing where they may overtake the prompt."""
     prompt, big = (
         list(range(5, 25)),
@@ -185,7 +185,7 @@ def test_i3_a_large_traced_prompt_gets_its_memory_from_requests_that_came_earlie
     )  # eight clients begin some while the trace is shipped, and one each until it has its memory
 
 
-def test_i3_preempted_requests_of_both_kinds_end_as_they_do_alone(model: VLLM, drive: Drive) -> None:
+def test_preempted_requests_of_both_kinds_end_as_they_do_alone(model: VLLM, drive: Drive) -> None:
     """The cache has room for three of these at their ends."""
     prompts = [[7 + i] + list(range(20, 140)) for i in range(6)]
 

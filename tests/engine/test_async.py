@@ -1,6 +1,7 @@
 """`mode="async"`: rows A3, A4 and F1, and design section 6 (every invoke is submitted; saves stream with the outputs).
 
 One engine, and one event loop that all tests take turns on: an AsyncLLM belongs to the loop that it was first used in.
+Rows D4, D5, E4, F7, F9, H1, H7, I1, K6.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from bars import CALLS, counted
 from engines import start
 from oracle import Plain, close
-from toy_selector import Around
 
 from midstream import Capture, Steer, open_captures
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
@@ -97,7 +96,7 @@ async def a_clean_trace_runs(model: VLLM, plain: Plain) -> None:
 PAIR = (FRANCE, "The capital of Italy is", " Paris", " Rome")
 
 
-def test_h1_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
+def test_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
     async def swept() -> Any:
         result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
         cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
@@ -109,7 +108,7 @@ def test_h1_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Dri
     assert len(cells) == 40
 
 
-def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
+def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
     """Seen failing without `Sweeping._let_go`."""
 
     async def cancelled() -> Any:
@@ -129,7 +128,7 @@ def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) 
 # Every invoke is submitted (A4), and saves stream (F1).
 
 
-def test_a4_every_invoke_is_submitted_and_a_shared_list_is_merged(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_every_invoke_is_submitted_and_a_shared_list_is_merged(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(max_tokens=4, **GREEDY) as tracer:
             ids = list().save()
@@ -153,7 +152,7 @@ def test_a4_every_invoke_is_submitted_and_a_shared_list_is_merged(model: VLLM, d
     drive(main())
 
 
-def test_f1_saves_stream_with_the_outputs(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_saves_stream_with_the_outputs(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(FRANCE, max_tokens=16, **GREEDY) as tracer:
             hidden = model.layers_output[3].save()  # noqa: F841
@@ -210,29 +209,6 @@ def test_n_samples_stream_one_by_one_and_finish_together(model: VLLM, drive: Dri
     drive(main())
 
 
-def test_k6_a_selector_from_outside_chooses_rows_of_requests_side_by_side(
-    model: VLLM, drive: Drive, plain: Plain
-) -> None:
-    async def captures(prompt: str, count: int) -> tuple[list[int], torch.Tensor]:
-        plan = Capture("resid_post", layers=3, positions=Around((1,), (0, 3)))
-        output = await model.generate(prompt, plan=plan, max_tokens=count, **GREEDY)
-        output = output[0] if isinstance(output, list) else output
-        return output.captures.positions["resid_post", 3], output.captures["resid_post", 3]
-
-    async def main() -> None:
-        found = await asyncio.gather(captures(FRANCE, 6), captures(EIFFEL, 4), captures(FRANCE, 1))
-        for (positions, rows), (prompt, count, expected) in zip(
-            found,
-            [(FRANCE, 6, [1, 3, 4, 5, 8]), (EIFFEL, 4, [1, 4, 6, 7, 8]), (FRANCE, 1, [1, 3, 4])],
-            strict=True,
-        ):
-            assert positions == expected
-            ran = plain.run(plain.ids(prompt) + plain.generate(prompt, count)[:-1])
-            close(rows, ran.sites["resid_post", 3][expected])
-
-    drive(main())
-
-
 def test_run_is_awaited_for_its_value(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         close(await model.run(lambda m: m.layers_output[3], FRANCE), plain.run(FRANCE).sites["resid_post", 3])
@@ -259,7 +235,7 @@ def test_generate_is_awaited_or_iterated_over(model: VLLM, drive: Drive, plain: 
     drive(main())
 
 
-def test_f7_collect_is_awaited_and_runs_what_is_missing(
+def test_collect_is_awaited_and_runs_what_is_missing(
     model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts, plan = [[1, 5, 17], [1, 33, 60, 91], [1, 120]], Capture("resid_post", layers=3)
@@ -275,51 +251,10 @@ def test_f7_collect_is_awaited_and_runs_what_is_missing(
     assert f"1 of 3 prompts are in {tmp_path} already" in caplog.text
 
 
-def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Plain) -> None:
-    async def main() -> None:
-        with model.edit("nothing", inplace=True):
-            model.layers_output[2] = torch.zeros_like(model.layers_output[2])
-        try:
-            (edited,) = await model.generate(FRANCE, max_tokens=3, **GREEDY)
-        finally:
-            model.clear_edits()
-        expected = plain.generate(FRANCE, 3, {("resid_post", 2): torch.zeros_like})
-        assert list(edited.outputs[0].token_ids) == expected != plain.generate(FRANCE, 3)
-
-    drive(main())
-
-
-def test_f9_a_chat_is_a_prompt(model: VLLM, drive: Drive, plain: Plain) -> None:
-    """The demo model's chat template joins the messages' contents."""
-    chat = [{"role": "user", "content": FRANCE}]
-
-    async def main() -> None:
-        outputs = await model.generate([chat, EIFFEL], plan=Capture("resid_post", layers=3), max_tokens=2, **GREEDY)
-        assert [list(output.prompt_token_ids) for output in outputs] == [plain.ids(FRANCE), plain.ids(EIFFEL)]
-        with model.trace(chat) as tracer:
-            kept = model.layers_output[2].save()  # noqa: F841
-        output = await tracer.backend
-        close(output.saves["kept"], plain.run(FRANCE).sites["resid_post", 2])
-        run = await model.record(chat, "resid_post", layers=[3])
-        assert list(run.prompt_token_ids) == plain.ids(FRANCE)
-        await model.runs.delete(run.name)
-        result = await model.sweep(
-            chat,
-            [{"role": "user", "content": "The capital of Italy is"}],
-            " Paris",
-            " Rome",
-            layers=[3],
-            positions=[-1],
-        )
-        assert "".join(result.outline.pairs[0].clean) == FRANCE
-
-    drive(main())
-
-
 # Errors (A3).
 
 
-def test_a3_an_error_comes_after_the_outputs_of_the_others(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_an_error_comes_after_the_outputs_of_the_others(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(max_tokens=4, **GREEDY) as tracer:
             with tracer.invoke(FRANCE):
@@ -342,7 +277,7 @@ def test_a3_an_error_comes_after_the_outputs_of_the_others(model: VLLM, drive: D
     drive(main())
 
 
-def test_a3_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Plain) -> None:
+def test_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.trace(max_tokens=2, **GREEDY) as tracer:
             with tracer.invoke(FRANCE):
@@ -356,16 +291,6 @@ def test_a3_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Pla
         await a_clean_trace_runs(model, plain)
 
     drive(main())
-
-
-def test_what_is_not_saved_of_the_callers_containers_is_told_of(model: VLLM, drive: Drive) -> None:
-    """At the end of the outputs, with the line of the trace. Seen empty in silence."""
-    found: list[Any] = []
-    with model.trace(FRANCE, temperature=0.0) as tracer:
-        found.append(model.layers_output[3])
-    with pytest.warns(UserWarning, match="put values into found and did not save") as told:
-        drive(tracer.backend)
-    assert found == [] and told[0].filename == __file__
 
 
 def test_outputs_come_by_once(model: VLLM, drive: Drive) -> None:
@@ -444,28 +369,8 @@ def test_aborting_before_a_request_has_begun_leaves_nothing(model: VLLM, drive: 
 # Others on the engine.
 
 
-def test_untraced_requests_beside_a_trace_are_unchanged(model: VLLM, drive: Drive) -> None:
-    async def main() -> None:
-        prompts = [FRANCE, EIFFEL, "Madison Square Garden is located in the city of"]
-        alone = await model.generate(prompts, max_tokens=30, **GREEDY)
-        before = await steps(model)
-        with model.trace(FRANCE, max_tokens=30, **GREEDY) as tracer:
-            for _ in tracer.iter[:]:
-                h = model.layers_output[3]
-                model.layers_output[3] = h - h.mean(0)  # in the forward
-        traced, beside = await asyncio.gather(tracer.backend, model.generate(prompts, max_tokens=30, **GREEDY))
-        assert [o.outputs[0].token_ids for o in beside] == [o.outputs[0].token_ids for o in alone]
-        assert [o.outputs[0].text for o in beside] == [o.outputs[0].text for o in alone]
-        assert traced.outputs[0].text != alone[0].outputs[0].text
-        assert await steps(model) - before == 30
-        again = await model.generate(prompts, max_tokens=30, **GREEDY)
-        assert [o.outputs[0].text for o in again] == [o.outputs[0].text for o in alone]
-
-    drive(main())
-
-
 @pytest.mark.parametrize("kind", ["FINAL_ONLY", "CUMULATIVE", "DELTA"])
-def test_e4_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain: Plain, kind: str) -> None:
+def test_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain: Plain, kind: str) -> None:
     """With DELTA vLLM hands on each token's log-probabilities once."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -489,9 +394,7 @@ async def written(directory: Path, seconds: float = 60.0) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_d4_rows_of_streaming_input_come_over_its_re_adds(
-    model: VLLM, drive: Drive, plain: Plain, tmp_path: Path
-) -> None:
+def test_rows_of_streaming_input_come_over_its_re_adds(model: VLLM, drive: Drive, plain: Plain, tmp_path: Path) -> None:
     """vLLM keeps the generated tokens that it has computed, and goes on with the next part of the prompt behind them."""
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
@@ -528,7 +431,7 @@ def test_d4_rows_of_streaming_input_come_over_its_re_adds(
 # The end. The last tests: they leave the engine closed.
 
 
-def test_d5_a_slow_function_holds_up_no_other_requests_rows(
+def test_a_slow_function_holds_up_no_other_requests_rows(
     model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing with four threads for all sinks: the rows of the other had come, and were said to be missing."""
@@ -555,7 +458,7 @@ def test_d5_a_slow_function_holds_up_no_other_requests_rows(
     close(open_captures(tmp_path)[output.request_id]["resid_post", 3], plain.run(EIFFEL).sites["resid_post", 3][-1:])
 
 
-def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(model: VLLM, drive: Drive) -> None:
+def test_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(model: VLLM, drive: Drive) -> None:
     """Saved values of a stream come with its outputs, so the engine runs the code. Seen failing with streams that are kept, too."""
 
     def every_step(model: Any, tracer: Any) -> Any:
@@ -577,7 +480,7 @@ def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(mod
     drive(check())
 
 
-def test_i1_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM, drive: Drive) -> None:
+def test_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM, drive: Drive) -> None:
     """Its code runs when the request has ended. Seen failing where the caller's own function runs, and not a copy of it."""
     layer = 1
 
@@ -601,19 +504,6 @@ def test_i1_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM,
 def test_another_event_loop_is_refused(model: VLLM, drive: Drive) -> None:
     with pytest.raises(MidstreamError, match="event loop"):
         asyncio.run(model.start())
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_bar_counts_the_requests_that_are_awaited(
-    model: VLLM, drive: Drive, call: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def awaited(to: Path, **progress: Any) -> None:
-        await CALLS[call](model, to, **progress)
-
-    drive(awaited(tmp_path / "shown", progress=True))
-    assert counted(capfd.readouterr().err) == ["3/3"]
-    drive(awaited(tmp_path / "hidden"))
-    assert counted(capfd.readouterr().err) == []
 
 
 def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:

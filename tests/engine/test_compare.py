@@ -1,7 +1,7 @@
 """vLLM against transformers on every architecture (rows A2, A10, B1 to B5, B7), in float32 on a CPU engine.
 
 Two prompts of different lengths share the batch. Reads and edits of every accessor are compared with `LanguageModel`;
-those of the residual stream and the logits with plain transformers and torch hooks too (`compare_runs.Plain`).
+those of the residual stream and the logits with plain transformers and torch hooks too (`compare_runs.Plain`). Row I1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from midstream.errors import InterventionErrorGroup, TraceError, UnknownSiteErro
 
 REQUIRED = "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 opt gpt_neox falcon olmo2 mixtral qwen3_moe".split()
 TRANSFORMERS_BACKEND = {"gpt_neox", "olmo2", "llama_transformers", "qwen3_transformers", "gemma2_transformers"}
-ALWAYS = {*REQUIRED, *TRANSFORMERS_BACKEND}
+# One of each kind: a single stream, two streams, norms after the blocks, parallel blocks, experts, and the Transformers backend.
+ALWAYS = {"gpt2", "qwen3", "gemma2", "falcon", "mixtral", "gpt_neox", "llama_transformers"}
 NAMES = [name for name in tiny_models.ARCHITECTURES if name not in tiny_models.UNSUPPORTED_ON_CPU]
 LAYERS = tiny_models.LAYERS
 AT = LAYERS // 2
@@ -87,7 +88,7 @@ def ran(runs: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """Four seconds each: those that the requirements name run always, the others with `./test all`."""
+    """Four seconds each: one of each kind runs always, the others with `./test all`."""
     return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.matrix) for name in names]
 
 
@@ -143,7 +144,7 @@ def test_every_cell_of_a_sweep_is_what_hooks_give(ran: dict[str, Any], name: str
 
 
 @each
-def test_i1_modules_whose_values_are_sites_run_behind_the_step(ran: dict[str, Any], name: str) -> None:
+def test_modules_whose_values_are_sites_run_behind_the_step(ran: dict[str, Any], name: str) -> None:
     """A module's input or output is read and written as in the forward, and the forward is not stopped."""
     assert bool(ran["modules"]) is not ran["root"].startswith("Transformers")  # whose modules' values have a batch axis
     for module, ((values, stopped), (expected, stops)) in ran["modules"].items():

@@ -1,18 +1,16 @@
 """Issue point 6: a compiling engine runs traced steps as compiled as the trace allows, and all other steps untouched.
 
-Issue 3, row D3: and planned steps at the sites that it was started with.
+Issue 3, row D3: and planned steps at the sites. Rows I1, L5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from here import start_here
-from here import tokens as tokens_of
 from oracle import Plain, close
+from plan_cases import tokens as tokens_of
 
 from midstream import VLLM, Capture, Patch, Steer
 from midstream.settings import BUILDABLE
@@ -120,28 +118,9 @@ def test_a_compiled_trace_beside_an_uncompiled_one(compiled):
     assert other.shape[0] == 5
 
 
-def test_plain_outputs_are_exactly_as_before(compiled):
-    before, none = counted(compiled, lambda: tokens(compiled))
-    assert none == (0, 0)
-
-    def steer(m, tracer):
-        for _ in tracer.iter[:]:
-            m.layers_output[3] += 1.0
-
-    compiled.run(steer, PROMPTS, max_tokens=6, temperature=0.0, ignore_eos=True)
-    assert tokens(compiled) == before
-
-
 # --------------------------------------------------------------------------------------- all graph sites (rows D3, L5)
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def chosen() -> Iterator[VLLM]:
-    """An engine that compiles."""
-    with start_here() as model:
-        yield model
 
 
 def off_graph(model: VLLM, run: Any) -> tuple[Any, int]:
@@ -157,13 +136,13 @@ def edited(site: str, change: Any) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.parametrize("site", [*BUILDABLE, "mlp_in"])
-def test_l5_plans_at_all_sites_that_can_be_built_in_stay_compiled(chosen: VLLM, plain: Plain, site: str) -> None:
+def test_plans_at_all_sites_that_can_be_built_in_stay_compiled(compiled: VLLM, plain: Plain, site: str) -> None:
     """And those at another leave the compiled forward."""
     v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
     plan = [Steer(site, layers=3, vector=v), Capture(site, layers=[2, 3, 7], positions="all", when="after")]
     (steered, neighbour), left = off_graph(
-        chosen,
-        lambda: chosen.generate(PROMPTS, plan=[plan, None], max_tokens=STEPS, temperature=0.0, ignore_eos=True),
+        compiled,
+        lambda: compiled.generate(PROMPTS, plan=[plan, None], max_tokens=STEPS, temperature=0.0, ignore_eos=True),
     )
     assert left == (0 if site in BUILDABLE else STEPS)
     ids = plain.generate(PROMPTS[0], STEPS, edited(site, lambda h: h + v))
@@ -173,13 +152,13 @@ def test_l5_plans_at_all_sites_that_can_be_built_in_stay_compiled(chosen: VLLM, 
         close(steered.captures[site, layer], sites[site, layer])
 
 
-def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen: VLLM, plain: Plain) -> None:
-    run = chosen.record("The capital of Italy is", sites=BUILDABLE)
+def test_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(compiled: VLLM, plain: Plain) -> None:
+    run = compiled.record("The capital of Italy is", sites=BUILDABLE)
     assert set(run.sites) == set(BUILDABLE)
     patches = [Patch("mlp_out", layer=2, position=3, source=run), Patch("resid_post", layer=3, position=3, source=run)]
     plan = [*patches, *(Capture(site, positions="all_prompt", when="after") for site in BUILDABLE)]
     (output,), left = off_graph(
-        chosen, lambda: chosen.generate(PROMPTS[1], plan=plan, max_tokens=1, temperature=0.0, ignore_eos=True)
+        compiled, lambda: compiled.generate(PROMPTS[1], plan=plan, max_tokens=1, temperature=0.0, ignore_eos=True)
     )
     assert left == 0 and tokens_of(output) == [plain.token(" Rome")]
     source = plain.run("The capital of Italy is").sites
@@ -195,11 +174,11 @@ def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen
     for site in BUILDABLE:
         for layer in range(8):
             close(output.captures[site, layer], sites[site, layer])
-    chosen.runs.delete(run.name)
+    compiled.runs.delete(run.name)
 
 
-def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_sites(chosen: VLLM, plain: Plain) -> None:
-    model = chosen
+def test_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_sites(compiled: VLLM, plain: Plain) -> None:
+    model = compiled
 
     def zero_last(h: torch.Tensor) -> torch.Tensor:
         h[-1] = 0
@@ -213,13 +192,13 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
             logits = model.logits.save()
         return before, after, logits
 
-    (before, after, logits), steps = counted(chosen, run)
+    (before, after, logits), steps = counted(compiled, run)
     assert steps[0] >= 1 and steps[1] == 0
     expected = plain.run(PROMPTS[0], {("resid_post", 3): zero_last})
     close(before, expected.sites["resid_post", 2])
     close(after, expected.sites["resid_post", 7])
     close(logits, expected.logits[-1:])
-    value, steps = counted(chosen, lambda: chosen.run(lambda m: m.mlps_output[2], PROMPTS[0], temperature=0.0))
+    value, steps = counted(compiled, lambda: compiled.run(lambda m: m.mlps_output[2], PROMPTS[0], temperature=0.0))
     assert steps == (1, 0)  # behind the step
     close(value, plain.run(PROMPTS[0]).sites["mlp_out", 2])
 
@@ -228,12 +207,12 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
         m.mlps_output[2] = 2 * h + 0 * h.mean(0)  # which mixes tokens
         return m.mlps_output[2]
 
-    value, steps = counted(chosen, lambda: chosen.run(scaled, PROMPTS[0], temperature=0.0))
+    value, steps = counted(compiled, lambda: compiled.run(scaled, PROMPTS[0], temperature=0.0))
     assert steps == (1, 1)  # traces in the forward know no other site of a compiled one
     close(value, 2 * plain.run(PROMPTS[0]).sites["mlp_out", 2])
 
 
-def test_i1_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, plain: Plain) -> None:
+def test_modules_whose_values_are_graph_sites_stay_compiled(compiled: VLLM, plain: Plain) -> None:
     v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
 
     def zero_last(h: torch.Tensor) -> torch.Tensor:
@@ -249,28 +228,12 @@ def test_i1_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, pla
         late[-1] = 0
         return early, cache, m.layers_output[7]
 
-    before = chosen.gauges()[0]
-    early, cache, stream = chosen.run(body, PROMPTS[0], temperature=0.0)
-    after = chosen.gauges()[0]
+    before = compiled.gauges()[0]
+    early, cache, stream = compiled.run(body, PROMPTS[0], temperature=0.0)
+    after = compiled.gauges()[0]
     assert after["traced_steps"] == before["traced_steps"] + 1
     assert after["forward_traced_steps"] == before["forward_traced_steps"]
     expected = plain.run(PROMPTS[0], {("attn_out", 2): lambda h: h + v, ("mlp_out", 6): zero_last}).sites
     close(early, expected["mlp_out", 2])
     close(cache["model.layers.6.mlp"].output, expected["mlp_out", 6])
     close(stream, expected["resid_post", 7])
-
-
-def test_l5_an_old_script_gets_a_warning_and_the_same_engine(plain: Plain) -> None:
-    with pytest.warns(DeprecationWarning, match="graph_sites has no effect"), start_here(graph_sites=()) as model:
-        v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
-        (output,), left = off_graph(
-            model,
-            lambda: model.generate(
-                PROMPTS[0],
-                plan=Steer("mlp_out", layers=3, vector=v),
-                max_tokens=STEPS,
-                temperature=0.0,
-                ignore_eos=True,
-            ),
-        )
-    assert left == 0 and tokens_of(output) == plain.generate(PROMPTS[0], STEPS, {("mlp_out", 3): lambda h: h + v})

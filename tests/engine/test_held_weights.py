@@ -1,4 +1,4 @@
-"""Row F8: large tensors of the caller's go to the workers once, and traces compute with what they are at the time."""
+"""Row F8: large tensors of the caller's go to the workers once, and traces compute with what they are at the time. Row L3."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def held_bytes(model: VLLM) -> list[int]:
     return [worker["weight_bytes"] for worker in model.gauges()]
 
 
-def test_f8_weights_are_sent_once(engine: VLLM, plain: Plain, sae: SAE) -> None:
+def test_weights_are_sent_once(engine: VLLM, plain: Plain, sae: SAE) -> None:
     """Seen failing with weights that are not noted as held."""
     before = sent_bytes(engine)
     for prompt in (FRANCE, ITALY, FRANCE):
@@ -87,7 +87,7 @@ def test_f8_weights_are_sent_once(engine: VLLM, plain: Plain, sae: SAE) -> None:
     assert min(held_bytes(engine)) >= sae.large_bytes
 
 
-def test_f8_a_body_behind_the_step_uses_them(engine: VLLM, plain: Plain, sae: SAE) -> None:
+def test_a_body_behind_the_step_uses_them(engine: VLLM, plain: Plain, sae: SAE) -> None:
     W = sae.W_enc.detach().clone()
     before = sent_bytes(engine)
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_f8_a_body_behind_the_step_uses_them(engine: VLLM, plain: Plain, sae: SA
     assert sent_bytes(engine) - before in (0, W.nbytes)
 
 
-def test_f8_a_change_on_the_client_is_used(engine: VLLM, plain: Plain, sae: SAE) -> None:
+def test_a_change_on_the_client_is_used(engine: VLLM, plain: Plain, sae: SAE) -> None:
     decoded(engine, sae)
     with torch.no_grad():
         sae.W_enc += 0.01
@@ -109,7 +109,7 @@ def test_f8_a_change_on_the_client_is_used(engine: VLLM, plain: Plain, sae: SAE)
 
 
 @pytest.mark.filterwarnings("ignore:.*changed in the engine")
-def test_f8_a_change_in_a_body_is_its_own(engine: VLLM, plain: Plain, sae: SAE) -> None:
+def test_a_change_in_a_body_is_its_own(engine: VLLM, plain: Plain, sae: SAE) -> None:
     """Seen failing with the held weights themselves in bodies."""
     total = torch.zeros(5, 20_000)
 
@@ -132,7 +132,7 @@ def test_f8_a_change_in_a_body_is_its_own(engine: VLLM, plain: Plain, sae: SAE) 
     assert not total.any()
 
 
-def test_f8_tensors_of_one_storage_share_it_in_a_body(engine: VLLM, plain: Plain) -> None:
+def test_tensors_of_one_storage_share_it_in_a_body(engine: VLLM, plain: Plain) -> None:
     both = torch.randn(2 * WIDTH, WIDTH) / 16
     encoder, decoder = both[:WIDTH], both[WIDTH:]
 
@@ -145,7 +145,7 @@ def test_f8_tensors_of_one_storage_share_it_in_a_body(engine: VLLM, plain: Plain
     assert sent_bytes(engine) - before == both.nbytes
 
 
-def test_f8_an_error_in_a_body_leaves_the_weights(engine: VLLM, plain: Plain, sae: SAE) -> None:
+def test_an_error_in_a_body_leaves_the_weights(engine: VLLM, plain: Plain, sae: SAE) -> None:
     before = sent_bytes(engine)
     for _ in range(2):
         with pytest.raises(InterventionError, match="division"), engine.trace(FRANCE):
@@ -165,7 +165,7 @@ def tight() -> Iterator[VLLM]:
 
 
 @pytest.mark.engine
-def test_f8_results_are_right_whatever_was_dropped(tight: VLLM, plain: Plain) -> None:
+def test_results_are_right_whatever_was_dropped(tight: VLLM, plain: Plain) -> None:
     """Seen failing without `_held.pop`: with what was dropped still noted as held."""
     several = [SAE(seed) for seed in range(3)]
     budget = 2 * several[0].large_bytes
@@ -181,7 +181,7 @@ def test_f8_results_are_right_whatever_was_dropped(tight: VLLM, plain: Plain) ->
 
 
 @pytest.mark.engine
-def test_f8_a_worker_that_lacks_a_weight_says_so(tight: VLLM, sae: SAE) -> None:
+def test_a_worker_that_lacks_a_weight_says_so(tight: VLLM, sae: SAE) -> None:
     def by_code(model: Any) -> Any:
         hidden = model.layers_output[LAYER]
         return sae.decode(sae.encode(hidden)) if hidden.sum() < 1e9 else None
@@ -194,7 +194,7 @@ def test_f8_a_worker_that_lacks_a_weight_says_so(tight: VLLM, sae: SAE) -> None:
 
 
 @pytest.mark.engine
-def test_f8_async_traces_with_more_weights_than_fit(plain: Plain) -> None:
+def test_async_traces_with_more_weights_than_fit(plain: Plain) -> None:
     """Some are cancelled. What was changed after a trace was made does not count."""
     several = [SAE(seed) for seed in range(4)]
     wanted = [expected(plain, sae) for sae in several]
@@ -237,7 +237,7 @@ async def _awaited(backend: Any) -> Any:
     return await backend
 
 
-def test_l3_a_large_gate_is_a_program_whose_numbers_are_sent_once(engine: VLLM, plain: Plain) -> None:
+def test_a_large_gate_is_a_program_whose_numbers_are_sent_once(engine: VLLM, plain: Plain) -> None:
     """Two megabytes each way, for many requests, sync calls and steps; dropped and sent again when others take the room."""
     sae = SAE(7, 4096)
 

@@ -80,6 +80,7 @@ def test_an_engine_that_is_forgotten_ends_and_is_freed(client: Callable[..., Cli
     assert not script.sockets() and not list(script.directory.glob("midstream-*"))
 
 
+@pytest.mark.matrix  # test_apart.py preempts traces, and test_plan_differential.py plans
 @pytest.mark.engine
 def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client]) -> None:
     """Recomputed positions carry the edits that were made to them, also those of a body that is done."""
@@ -181,31 +182,6 @@ def test_the_body_sees_no_step_past_the_end(engine: VLLM, stop: str) -> None:
     assert (ids[-1] == last) and sample.finish_reason == ("length" if stop == "length" else "stop")
 
 
-@pytest.mark.engine
-def test_an_edit_left_on_the_model_comes_before_the_trace(engine: VLLM, plain: Plain) -> None:
-    """Also where the trace has waited for that place from the start, and the edit comes to it from an earlier one."""
-    with engine.edit("double", inplace=True):
-        engine.layers_output[1]
-        engine.layers_output[3] = engine.layers_output[3] * 2
-    try:
-        with engine.trace(FRANCE):
-            hidden = engine.layers_output[3].save()
-    finally:
-        engine.clear_edits()
-    close(hidden, 2 * plain.run(FRANCE).sites["resid_post", 3])
-
-
-@pytest.mark.engine
-def test_stop_ends_the_request_with_its_step(engine: VLLM) -> None:
-    with engine.trace(FRANCE, max_tokens=50, **GREEDY) as tracer:
-        seen = list().save()
-        for step in tracer.iter[:]:
-            seen.append(step)
-            if step == 3:
-                tracer.stop()
-    assert seen == [0, 1, 2, 3] and len(tracer.result.outputs[0].token_ids) == 4
-
-
 @dataclass
 class Held:
     """What a process holds: tensors, objects of any kind, and megabytes once the allocator has returned what is free."""
@@ -267,18 +243,6 @@ def test_memory_is_flat_over_500_requests(engine: VLLM) -> None:
 def test_one_save_kept_of_every_trace_is_seen_as_a_leak(engine: VLLM) -> None:
     """Else the test above would prove nothing."""
     assert leaks(grown := growths(engine, 2, keep=[])), grown
-
-
-@pytest.mark.engine
-def test_only_steps_with_a_trace_are_traced(engine: VLLM) -> None:
-    before = engine.gauges()[0]["traced_steps"]
-    engine.generate([FRANCE, EIFFEL], max_tokens=6, **GREEDY)
-    assert engine.gauges()[0]["traced_steps"] == before
-    with engine.trace(FRANCE, max_tokens=6, **GREEDY) as tracer:
-        for _ in tracer.iter[:3]:
-            engine.layers_output[3] += 0.0 * float(engine.layers_output[3].sum())  # which a plan cannot do
-    assert engine.gauges()[0]["traced_steps"] - before in (3, 4)  # a slice ends when its next step begins
-    assert len(tracer.result.outputs[0].token_ids) == 6
 
 
 @pytest.mark.engine

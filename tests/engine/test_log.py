@@ -107,7 +107,7 @@ def test_a_script_that_is_imported_again_by_each_process_is_told_so(command: dic
     assert 'call that under `if __name__ == "__main__":`' in note and "has no error" not in note, done.stderr
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.matrix)])
 def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
     command: dict[str, Any], tmp_path: Path, mode: str
 ) -> None:
@@ -121,6 +121,7 @@ def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
     assert "Loading weights took" in log.read_text()
 
 
+@pytest.mark.matrix
 def test_the_log_of_an_engine_that_died_between_calls_stays(command: dict[str, Any], tmp_path: Path) -> None:
     subprocess.run(script("kill", "unseen"), capture_output=True, text=True, check=True, **command)
     assert list(tmp_path.glob("vllm-*.log"))
@@ -136,6 +137,7 @@ def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
     assert not list(tmp_path.glob("vllm-*"))
 
 
+@pytest.mark.matrix  # tests/unit/test_log_file.py has the same without an engine
 def test_nothing_is_redirected_if_the_user_has_chosen_a_level(command: dict[str, Any], tmp_path: Path) -> None:
     command["env"] |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
     done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
@@ -153,6 +155,7 @@ CELLS = [
 
 
 def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any], tmp_path: Path) -> None:
+    command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # starts sooner
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     manager = KernelManager()
     client = NotebookClient(notebook, km=manager, timeout=300)

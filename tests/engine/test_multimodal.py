@@ -1,6 +1,6 @@
 """A multimodal model: its language model is placed beside its tower, and plans go with prompts that are more than text.
 
-Against plain transformers with forward hooks. Sound, because what vLLM has for pictures does not import without torchvision.
+Against plain transformers with forward hooks. Sound, because what vLLM has for pictures does not import without torchvision. Rows D5, E11.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 from engines import ENGINE
+from forked import forked
 from safetensors.torch import load_file, save_file
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer, open_captures
@@ -66,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[VLLM]:
-    with VLLM(str(path), **{**ENGINE, "max_model_len": 1024}, enforce_eager=True) as model:
+    with forked(), VLLM(str(path), **{**ENGINE, "max_model_len": 1024}, enforce_eager=True) as model:
         yield model
 
 
@@ -134,7 +135,7 @@ def test_a_trace_of_text_is_the_language_models(engine: VLLM, oracle: Oracle) ->
         engine.run(lambda model: model.token_embeddings, TEXT, max_tokens=1)
 
 
-def test_e11_a_plan_without_positions_goes_with_a_prompt_of_text_and_sound(engine: VLLM, oracle: Oracle) -> None:
+def test_a_plan_without_positions_goes_with_a_prompt_of_text_and_sound(engine: VLLM, oracle: Oracle) -> None:
     """Beside the same prompt without it, and one of text."""
     vector = STEER.vector.data
     steered, plain = (oracle.run(SPOKEN, edit)[0] for edit in (lambda h: h + torch.tensor(vector), None))
@@ -146,7 +147,7 @@ def test_e11_a_plan_without_positions_goes_with_a_prompt_of_text_and_sound(engin
     ]
 
 
-def test_d5_captures_of_a_prompt_of_text_and_sound_are_counted_with_the_sounds_places(
+def test_captures_of_a_prompt_of_text_and_sound_are_counted_with_the_sounds_places(
     engine: VLLM, oracle: Oracle, tmp_path: Path
 ) -> None:
     generate(engine, [spoken()], Capture("resid_post", layers=LAYER, positions="all_prompt", to=str(tmp_path)))
@@ -170,7 +171,7 @@ def test_d5_captures_of_a_prompt_of_text_and_sound_are_counted_with_the_sounds_p
         Capture("resid_post", positions=[1], to="somewhere"),
     ],
 )
-def test_e11_positions_in_a_prompt_of_text_and_sound_are_refused(engine: VLLM, oracle: Oracle, plan: Any) -> None:
+def test_positions_in_a_prompt_of_text_and_sound_are_refused(engine: VLLM, oracle: Oracle, plan: Any) -> None:
     """Under either carrier; the request behind it is as it would be alone."""
     with pytest.raises(PlanError, match="multimodal prompt"):
         engine.generate(spoken(), plan=plan, max_tokens=1)

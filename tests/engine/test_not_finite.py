@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from here import tokens, values
+from here import values
+from plan_cases import tokens
 
 from midstream import Clamp, Patch, Steer, save
 from midstream.errors import MidstreamError, NotFiniteError, PlanError, TraceError
@@ -54,7 +55,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("plan", "where"), PLANS)
-def test_f5_a_plan_that_overflows_ends_its_request_and_harms_nobody(engine: VLLM, plan: Any, where: str) -> None:
+def test_a_plan_that_overflows_ends_its_request_and_harms_nobody(engine: VLLM, plan: Any, where: str) -> None:
     before = answers(engine)
     error = failure(lambda: engine.generate([FRANCE] * 4, plan=plan, max_tokens=4, **GREEDY))
     assert type(error) is NotFiniteError and isinstance(error, PlanError)
@@ -62,7 +63,7 @@ def test_f5_a_plan_that_overflows_ends_its_request_and_harms_nobody(engine: VLLM
     assert answers(engine) == before
 
 
-def test_f5_neighbours_in_the_same_batch_go_on(engine: VLLM) -> None:
+def test_neighbours_in_the_same_batch_go_on(engine: VLLM) -> None:
     """The others of the call keep their outputs, which the error brings along."""
     broken, steered = ([Steer("resid_post", layers=2, vector=HUGE, scale=scale)] for scale in (1e38, 1e-36))
     call = {"max_tokens": 6, **GREEDY}
@@ -72,7 +73,7 @@ def test_f5_neighbours_in_the_same_batch_go_on(engine: VLLM) -> None:
     assert [tokens(o) for o in raised.value.outputs[1:]] == [tokens(o) for o in expected[1:]]  # type: ignore[attr-defined]
 
 
-def test_f5_nothing_of_an_overflowed_run_is_kept(engine: VLLM) -> None:
+def test_nothing_of_an_overflowed_run_is_kept(engine: VLLM) -> None:
     """A recording under a plan that overflows leaves no run, on no worker."""
     before = answers(engine)
     engine.plan = [Steer("resid_post", layers=2, vector=HUGE, scale=1e38)]
@@ -106,7 +107,7 @@ TRACES = [
 
 
 @pytest.mark.parametrize(("body", "where"), TRACES)
-def test_f5_a_trace_that_overflows_ends_its_request_and_harms_nobody(
+def test_a_trace_that_overflows_ends_its_request_and_harms_nobody(
     engine: VLLM, body: Callable[[Any], None], where: str
 ) -> None:
     before = answers(engine)
@@ -116,7 +117,7 @@ def test_f5_a_trace_that_overflows_ends_its_request_and_harms_nobody(
     assert answers(engine) == before
 
 
-def test_f5_a_trace_in_later_steps_keeps_what_it_saved(engine: VLLM) -> None:
+def test_a_trace_in_later_steps_keeps_what_it_saved(engine: VLLM) -> None:
     before = answers(engine)
     with pytest.raises(NotFiniteError, match=r"resid_post of layer 2.* position 6"):
         with engine.trace(FRANCE, max_tokens=6, **GREEDY) as tracer:
@@ -129,7 +130,7 @@ def test_f5_a_trace_in_later_steps_keeps_what_it_saved(engine: VLLM) -> None:
     assert answers(engine) == before
 
 
-def test_f5_a_trace_that_also_writes_positions_ends_by_itself(engine: VLLM) -> None:
+def test_a_trace_that_also_writes_positions_ends_by_itself(engine: VLLM) -> None:
     """They have one axis alone. The engine goes on."""
 
     def body(model: Any) -> None:
@@ -141,7 +142,7 @@ def test_f5_a_trace_that_also_writes_positions_ends_by_itself(engine: VLLM) -> N
     assert answers(engine) == before
 
 
-def test_f5_a_request_whose_trace_is_done_is_still_looked_at(engine: VLLM) -> None:
+def test_a_request_whose_trace_is_done_is_still_looked_at(engine: VLLM) -> None:
     """A trace poisons keys alone, so that the prompt's rows stay finite, and is over. What is generated from them is not."""
 
     def body(model: Any) -> None:
@@ -154,7 +155,7 @@ def test_f5_a_request_whose_trace_is_done_is_still_looked_at(engine: VLLM) -> No
     assert answers(engine) == before
 
 
-def test_f5_infinite_logits_are_a_traces_own_business(engine: VLLM) -> None:
+def test_infinite_logits_are_a_traces_own_business(engine: VLLM) -> None:
     """Masking a token is what they are written for."""
 
     def mask(model: Any) -> Any:
@@ -166,7 +167,7 @@ def test_f5_infinite_logits_are_a_traces_own_business(engine: VLLM) -> None:
     assert best.item() != sample.item()
 
 
-def test_f5_an_edit_left_on_the_model_ends_what_it_overflows(engine: VLLM) -> None:
+def test_an_edit_left_on_the_model_ends_what_it_overflows(engine: VLLM) -> None:
     before = answers(engine)
     with engine.edit("broken", inplace=True):
         engine.layers_output[2][:] = float("nan")
@@ -178,7 +179,7 @@ def test_f5_an_edit_left_on_the_model_ends_what_it_overflows(engine: VLLM) -> No
     assert answers(engine) == before
 
 
-def test_f5_large_is_not_infinite(model: VLLM | LanguageModel) -> None:
+def test_large_is_not_infinite(model: VLLM | LanguageModel) -> None:
     """Both backends run what stays finite, and say the same of what does not."""
     (output,) = model.generate(FRANCE, plan=Steer("resid_post", layers=2, vector=HUGE / 1e20), max_tokens=2, **GREEDY)
     assert output.outputs[0].token_ids
@@ -193,8 +194,8 @@ def test_f5_large_is_not_infinite(model: VLLM | LanguageModel) -> None:
 # ------------------------------------------------------------------------------------- aborted, preempted, half precision
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_f5_aborted_and_preempted_requests_leave_nothing(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+def test_aborted_and_preempted_requests_leave_nothing(dtype: str) -> None:
     """Float16 overflows at 65,504. The cache has room for three requests: others are preempted, and blocks change hands at once."""
     asyncio.run(_abort_and_preempt(dtype))
 

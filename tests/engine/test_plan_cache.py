@@ -5,13 +5,16 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import plan_cases
 import pytest
 import torch
-from here import start_here, start_stock, submit, tokens, values
+from here import start_here, start_stock, submit, values
 from oracle import Plain, close
+from plan_cases import tokens
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer
 from midstream.engine import prefix_cache as cache
@@ -54,9 +57,7 @@ def prompt_of(plain: Plain, count: int) -> list[int]:
     return (plain.ids(TEXT) * 6)[:count]
 
 
-def vector(seed: int = 0, norm: float = 150.0) -> torch.Tensor:
-    v = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed))
-    return v * norm / v.norm()
+vector = functools.partial(plan_cases.vector, norm=150.0)
 
 
 def patch(position: int | list[int], seed: int = 0, layer: int = 1) -> Patch:
@@ -79,7 +80,7 @@ def put(position: int, value: torch.Tensor) -> Any:
 # ------------------------------------------------------------------------------------------------------------- row E3
 
 
-def test_e3_an_unpatched_rerun_is_that_of_an_engine_that_never_saw_the_patch(
+def test_an_unpatched_rerun_is_that_of_an_engine_that_never_saw_the_patch(
     model: VLLM, unplanned: VLLM, plain: Plain
 ) -> None:
     """Seen failing without the keys: see the next test."""
@@ -94,7 +95,7 @@ def test_e3_an_unpatched_rerun_is_that_of_an_engine_that_never_saw_the_patch(
     assert serve(model, prompt).num_cached_tokens == 3 * BLOCK  # of its own
 
 
-def test_e3_the_protection_matters_without_keys_patched_kv_is_served_to_others(
+def test_the_protection_matters_without_keys_patched_kv_is_served_to_others(
     model: VLLM, unplanned: VLLM, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "block_key", lambda request, end: None)
@@ -106,7 +107,7 @@ def test_e3_the_protection_matters_without_keys_patched_kv_is_served_to_others(
 
 
 @pytest.mark.parametrize("patched_first", [True, False])
-def test_e3_blocks_below_the_first_edit_are_shared(
+def test_blocks_below_the_first_edit_are_shared(
     model: VLLM, unplanned: VLLM, plain: Plain, patched_first: bool
 ) -> None:
     """Whoever comes first; and what is computed behind the shared blocks is what an engine without plans computes there."""
@@ -124,7 +125,7 @@ def test_e3_blocks_below_the_first_edit_are_shared(
     assert values(outputs["plain"]) == values(fresh)
 
 
-def test_e3_in_one_batch_patched_and_unpatched_prompts_do_not_meet(model: VLLM, plain: Plain) -> None:
+def test_in_one_batch_patched_and_unpatched_prompts_do_not_meet(model: VLLM, plain: Plain) -> None:
     """The second of each pair may take the first's blocks as soon as they are full."""
     prompt = prompt_of(plain, 4 * BLOCK - 8)
     plans = [[patch(0)], None, [patch(0)], None, [patch(0, seed=1)], None]
@@ -139,7 +140,7 @@ def test_e3_in_one_batch_patched_and_unpatched_prompts_do_not_meet(model: VLLM, 
     assert [output.num_cached_tokens for output in outputs] == [3 * BLOCK] * 6
 
 
-def test_e3_requests_with_the_same_edits_share_however_they_are_written(model: VLLM, plain: Plain) -> None:
+def test_requests_with_the_same_edits_share_however_they_are_written(model: VLLM, plain: Plain) -> None:
     prompt = prompt_of(plain, 4 * BLOCK - 8)
     v = vector(3, 10.0)
     first = serve(model, prompt, Steer("resid_post", layers=[1, 2], vector=v))
@@ -164,7 +165,7 @@ def test_e3_requests_with_the_same_edits_share_however_they_are_written(model: V
         None,
     ],
 )
-def test_e3_requests_with_other_edits_share_nothing(model: VLLM, plain: Plain, other: Any) -> None:
+def test_requests_with_other_edits_share_nothing(model: VLLM, plain: Plain, other: Any) -> None:
     prompt = prompt_of(plain, 2 * BLOCK + 8)
     serve(model, prompt, Steer("resid_post", layers=[1, 2], vector=vector(3)), max_tokens=1)
     output = serve(model, prompt, other, max_tokens=1)
@@ -172,7 +173,7 @@ def test_e3_requests_with_other_edits_share_nothing(model: VLLM, plain: Plain, o
     assert serve(model, prompt, other, max_tokens=1).num_cached_tokens == 2 * BLOCK  # its own
 
 
-def test_e3_edits_that_change_no_kv_share_all(model: VLLM, plain: Plain) -> None:
+def test_edits_that_change_no_kv_share_all(model: VLLM, plain: Plain) -> None:
     """What happens to the residual stream behind the last layer's attention is part of no key and no value."""
     prompt = prompt_of(plain, 2 * BLOCK + 8)
     v = vector(5, 400.0)
@@ -183,7 +184,7 @@ def test_e3_edits_that_change_no_kv_share_all(model: VLLM, plain: Plain) -> None
     assert serve(model, prompt, Steer("resid_pre", layers=LAYERS - 1, vector=v)).num_cached_tokens == 0
 
 
-def test_e3_what_was_generated_under_a_decode_steer_is_no_part_of_a_later_prompt(model: VLLM, plain: Plain) -> None:
+def test_what_was_generated_under_a_decode_steer_is_no_part_of_a_later_prompt(model: VLLM, plain: Plain) -> None:
     """The prompt is everybody's, for nothing was steered there; its continuation nobody's."""
     prompt, v = prompt_of(plain, 3 * BLOCK - 12), vector(6, 20.0)
     steered = serve(model, prompt, Steer("resid_post", layers=1, vector=v, phase="decode"), max_tokens=16)
@@ -201,7 +202,7 @@ def test_e3_what_was_generated_under_a_decode_steer_is_no_part_of_a_later_prompt
     assert again.num_cached_tokens == 0
 
 
-def test_e3_a_run_recorded_anew_under_its_name_is_another_source(model: VLLM, plain: Plain) -> None:
+def test_a_run_recorded_anew_under_its_name_is_another_source(model: VLLM, plain: Plain) -> None:
     prompt = prompt_of(plain, 2 * BLOCK + 8)
     for seed in (7, 8):
         other = prompt[seed : seed + 5]
@@ -216,7 +217,7 @@ def test_e3_a_run_recorded_anew_under_its_name_is_another_source(model: VLLM, pl
     model.runs.delete("source")
 
 
-def test_e3_a_name_whose_vector_the_front_end_cannot_know_shares_with_nobody(stock: Any, plain: Plain) -> None:
+def test_a_name_whose_vector_the_front_end_cannot_know_shares_with_nobody(stock: Any, plain: Plain) -> None:
     """On stock engines the workers alone know what a name stands for, and it may be another vector the next time."""
     prompt = prompt_of(plain, 2 * BLOCK + 8)
     for seed in (1, 2):
@@ -233,7 +234,7 @@ def test_e3_a_name_whose_vector_the_front_end_cannot_know_shares_with_nobody(sto
 
 
 @pytest.mark.parametrize("holds", [True, False], ids=["", "the protection matters"])
-def test_e3_a_refused_plan_leaves_those_beside_it_as_they_are(
+def test_a_refused_plan_leaves_those_beside_it_as_they_are(
     stock: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch, holds: bool
 ) -> None:
     """Its vector was there when the engine first took it. What is refused is computed without its edits, under the plan's keys."""
@@ -284,7 +285,7 @@ def test_e3_a_refused_plan_leaves_those_beside_it_as_they_are(
         (31, 0),
     ],
 )
-def test_d4_a_captured_prompt_takes_cache_hits_up_to_its_lowest_captured_position(
+def test_a_captured_prompt_takes_cache_hits_up_to_its_lowest_captured_position(
     model: VLLM, plain: Plain, positions: Any, cached: int
 ) -> None:
     """Seen failing without the limit: see the next test."""
@@ -302,7 +303,7 @@ def test_d4_a_captured_prompt_takes_cache_hits_up_to_its_lowest_captured_positio
         close(output.captures["resid_post", layer], sites["resid_post", layer][rows])
 
 
-def test_d4_the_protection_matters_without_the_limit_captured_rows_are_missing_and_that_is_an_error(
+def test_the_protection_matters_without_the_limit_captured_rows_are_missing_and_that_is_an_error(
     model: VLLM, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "longest_hit", lambda request: None)
@@ -312,14 +313,14 @@ def test_d4_the_protection_matters_without_the_limit_captured_rows_are_missing_a
         serve(model, prompt, Capture("resid_post", layers=0, positions=[20]))
 
 
-def test_d4_a_request_that_computes_again_leaves_its_blocks_to_others(model: VLLM, plain: Plain) -> None:
+def test_a_request_that_computes_again_leaves_its_blocks_to_others(model: VLLM, plain: Plain) -> None:
     """It had no hits, yet what it computed is what was there."""
     prompt = prompt_of(plain, 4 * BLOCK - 8)
     serve(model, prompt, Capture("resid_post", positions="all_prompt"))
     assert serve(model, prompt).num_cached_tokens == 3 * BLOCK
 
 
-def test_d4_a_captured_steered_prompt_reads_no_others_blocks_and_gives_its_rows(model: VLLM, plain: Plain) -> None:
+def test_a_captured_steered_prompt_reads_no_others_blocks_and_gives_its_rows(model: VLLM, plain: Plain) -> None:
     prompt, v = prompt_of(plain, 4 * BLOCK - 8), vector(2)
     steer = Steer("resid_post", layers=1, vector=v, phase="prefill")
     serve(model, prompt)
@@ -336,7 +337,7 @@ def test_d4_a_captured_steered_prompt_reads_no_others_blocks_and_gives_its_rows(
             close(output.captures["resid_post", layer], sites["resid_post", layer][[70, 119]])
 
 
-def test_d4_samples_of_one_prompt_capture_each_its_own_rows(model: VLLM, plain: Plain) -> None:
+def test_samples_of_one_prompt_capture_each_its_own_rows(model: VLLM, plain: Plain) -> None:
     """n=3: the later samples could take the first one's blocks, and still every prompt row comes for each of them."""
     prompt = [10 + 37 * i % 1900 for i in range(120)]  # of which nobody is sure how it goes on
     params = {**GREEDY, "n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 5}

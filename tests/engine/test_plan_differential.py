@@ -1,4 +1,4 @@
-"""One long-lived engine against every request alone: 300 random plans through cache hits, chunked prefill and preemptions (D2, D4, E1, E3).
+"""One long-lived engine against every request alone: random plans through cache hits, chunked prefill and preemptions (D2, D4, E1, E3).
 
 The engine under test has a small token budget (prompts come in chunks), a KV cache too small for its batches (requests are preempted
 and come back) and prompts with common beginnings (prefix-cache hits). The other engine runs one request at a time, without a prefix
@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 from engines import alive, start
+from limits import examples
 
 pytestmark = pytest.mark.engine
 
-REQUESTS, BATCH = 300, 25
+REQUESTS, BATCH = examples(600), 25
 HIDDEN, LAYERS = 256, 8
 SITES = ["resid_post", "resid_post", "resid_post", "resid_pre", "resid_mid", "attn_out", "mlp_out"]
 SELECTORS = ["last_prompt", "all_prompt", "all_generated", "all"]

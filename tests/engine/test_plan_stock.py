@@ -1,12 +1,13 @@
 """Plans on stock engines: `vllm.LLM` and `AsyncLLM` started with midstream's engine arguments, and an engine without them (D1, D5, D6, D8).
 
 No wrapper: requests carry plans in `SamplingParams(extra_args={"midstream": plan})`, captured rows go to consumers in the worker. What is
-expected comes from plain transformers with torch hooks, and to the bit from the same batch without the plan.
+expected comes from plain transformers with torch hooks, and to the bit from the same batch without the plan. Rows D3, D4, E11.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import threading
@@ -17,16 +18,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import plan_cases
 import pytest
 import torch
-from here import settle, start_stock, submit, tokens, values
+from here import settle, start_stock, submit, values
+from limits import until
 from oracle import Plain, close
+from plan_cases import tokens
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer, open_captures
 from midstream.capture.directory import Store, StoredCapture
 from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
-from midstream.plan.values import Vector
 from midstream.settings import Settings
 
 pytestmark = pytest.mark.engine
@@ -37,9 +40,7 @@ EIFFEL = "The Eiffel Tower is in the city of"  # 8 tokens
 LAYERS, HIDDEN = 8, 256
 
 
-def vector(seed: int = 0, norm: float = 150.0, width: int = HIDDEN) -> torch.Tensor:
-    v = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-    return v * norm / v.norm()
+vector = functools.partial(plan_cases.vector, norm=150.0)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def of_prompt(found: Store, ids: list[int]) -> StoredCapture:
     ],
     ids=["plan", "list", "tuple", "wire", "json", "enveloped"],
 )
-def test_d1_a_plan_in_extra_args_however_it_is_written(stock: Any, plain: Plain, carried: Callable[[Any], Any]) -> None:
+def test_a_plan_in_extra_args_however_it_is_written(stock: Any, plain: Plain, carried: Callable[[Any], Any]) -> None:
     v = vector(2)
     plan = [
         Steer("resid_post", layers=[2, 5], vector=v),
@@ -127,7 +128,7 @@ def test_d1_a_plan_in_extra_args_however_it_is_written(stock: Any, plain: Plain,
     assert tokens(plainly) == plain.generate(EIFFEL, 6)
 
 
-def test_d1_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> None:
+def test_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> None:
     """It stays as the user made it."""
     from vllm import SamplingParams
 
@@ -142,26 +143,10 @@ def test_d1_one_sampling_params_for_many_prompts(stock: Any, plain: Plain) -> No
     assert params.extra_args == {"midstream": steer, "mine": 1}
 
 
-def test_d1_named_vectors_registered_at_run_time_with_each_requests_scale(stock: Any, plain: Plain) -> None:
-    v = vector(2)
-    stock.collective_rpc("midstream_set_vectors", args=({"truth": (v.numpy().tobytes(), Vector(v.numpy()).digest)},))
-    assert stock.collective_rpc("midstream_list_vectors")[0]["truth"][0] == HIDDEN
-    scales = (0.0, 1.0, -0.5)
-    plans = [Steer("resid_post", layers=3, vector="truth", scale=scale) for scale in scales]
-    before = submit(stock, [FRANCE] * 3, [None] * 3)
-    outputs = submit(stock, [FRANCE] * 3, plans)
-    for output, scale in zip(outputs, scales, strict=True):
-        assert tokens(output) == plain.generate(FRANCE, 6, {("resid_post", 3): lambda h, s=scale: h + s * v})
-    assert values(outputs[0]) == values(before[0]) and tokens(outputs[1]) != tokens(before[1])
-    stock.collective_rpc("midstream_delete_vectors", args=(["truth"],))
-    (output,) = submit(stock, [FRANCE], [plans[1]])
-    assert output.outputs[0].finish_reason == "error" and "truth" in output.outputs[0].stop_reason
-
-
 # ---------------------------------------------------------------------------------------------- consumers (rows D5, D4)
 
 
-def test_d5_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> None:
+def test_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> None:
     """With nothing to follow: seen failing in this process, where the engine made no step in which its worker heard of the end."""
     plans = [
         [Capture("resid_post", layers=[1, 6], positions="all", to=tmp_path), Steer("resid_post", layers=3, vector=vector())],
@@ -182,35 +167,6 @@ def test_d5_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> 
     other = of_prompt(found, plain.ids(EIFFEL))
     assert list(other) == [("attn_z", 4)]
     close(other["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4].flatten(1)[[0, 7]])
-
-
-@pytest.mark.parametrize("stop", [{"stop": ["Museum"]}, {"stop_token_ids": [0]}])
-def test_d4_a_request_that_stops_early_has_no_row_beyond(
-    stock: Any, plain: Plain, tmp_path: Path, stop: dict[str, Any]
-) -> None:
-    whole = plain.generate(EIFFEL, 12)
-    stop = {"stop_token_ids": [whole[5]]} if "stop_token_ids" in stop else stop
-    capture = Capture("resid_post", layers=5, positions="all_generated", to=tmp_path)
-    (output,) = submit(stock, [EIFFEL], [capture], max_tokens=12, **stop)
-    count = len(tokens(output))
-    assert output.outputs[0].finish_reason == "stop" and 1 < count < 12
-    mine = of_prompt(stored(tmp_path, 1), plain.ids(EIFFEL))
-    assert mine.positions["resid_post", 5] == list(range(8, 8 + count - 1))
-    sites = plain.run(plain.ids(EIFFEL) + whole[: count - 1]).sites
-    close(mine["resid_post", 5], sites["resid_post", 5][8:])
-
-
-def test_d4_samples_of_one_request_have_captures_of_their_own(stock: Any, plain: Plain, tmp_path: Path) -> None:
-    capture = Capture("resid_post", layers=5, positions="all", to=tmp_path)
-    (output,) = submit(stock, [FRANCE], [capture], n=3, temperature=2.0, seed=1)
-    settle(stock)
-    found = stored(tmp_path, 3)
-    assert sorted(found) == [f"{i}_{output.request_id}" for i in range(3)]
-    expected = [
-        plain.run(plain.ids(FRANCE) + list(sample.token_ids)[:-1]).sites["resid_post", 5] for sample in output.outputs
-    ]
-    for name, capture_of in found.items():
-        close(capture_of["resid_post", 5], expected[int(name.partition("_")[0])])
 
 
 class Entry:
@@ -267,16 +223,7 @@ def consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Collecting]]:
     yield Collecting.made
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_d5_a_consumer_found_by_its_entry_point_works_beside_the_engine(
-    stock: Any, consumers: list[Collecting]
-) -> None:
+def test_a_consumer_found_by_its_entry_point_works_beside_the_engine(stock: Any, consumers: list[Collecting]) -> None:
     plan = Capture("resid_post", layers=[0, 7], positions="all", to=Consumer("collecting"))
     submit(stock, [FRANCE, EIFFEL], [plan, plan], max_tokens=3)
     settle(stock)
@@ -288,7 +235,7 @@ def test_d5_a_consumer_found_by_its_entry_point_works_beside_the_engine(
         assert sorted(mine.rows_of[name]) == [(layer, p) for layer in (0, 7) for p in range(length + 2)]
 
 
-def test_d5_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = Capture("resid_post", layers=[0, 7], positions="all_prompt", to=Consumer("log", level="warning"))
     with caplog.at_level(logging.WARNING, "midstream.capture"):
         submit(stock, [EIFFEL], [plan], max_tokens=2)
@@ -297,7 +244,7 @@ def test_d5_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> No
     assert "captured 16 rows of resid_post" in caplog.text
 
 
-def test_d5_a_consumer_that_raises_is_loud_and_harms_no_other(
+def test_a_consumer_that_raises_is_loud_and_harms_no_other(
     stock: Any, consumers: list[Collecting], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It raises for one of three requests, which also goes to a directory."""
@@ -324,7 +271,7 @@ def test_d5_a_consumer_that_raises_is_loud_and_harms_no_other(
 # ------------------------------------------------------------------------------------------------ whole engine (row D6)
 
 
-def test_d6_every_request_of_an_engine_is_captured_without_leaving_the_graphs(
+def test_every_request_of_an_engine_is_captured_without_leaving_the_graphs(
     everywhere: tuple[Any, Path], plain: Plain
 ) -> None:
     llm, directory = everywhere
@@ -347,7 +294,7 @@ def test_d6_every_request_of_an_engine_is_captured_without_leaving_the_graphs(
         close(mine["resid_post", 6], sites["resid_post", 6])
 
 
-def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
+def test_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
     everywhere: tuple[Any, Path], plain: Plain, tmp_path: Path
 ) -> None:
     """By vLLM's counters and torch's: whatever plans come, on sites in the graphs and off them."""
@@ -374,7 +321,7 @@ def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
     assert [values(output) for output in submit(llm, [FRANCE, EIFFEL, ITALY], [None] * 3)] == before
 
 
-def test_d3_a_site_outside_the_graphs_is_counted_and_told_once(
+def test_a_site_outside_the_graphs_is_counted_and_told_once(
     everywhere: tuple[Any, Path], plain: Plain, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm, _ = everywhere
@@ -405,13 +352,6 @@ AT_THE_FRONT = {
     "no plan": ({"steer": 1}, "interventions"),
     "not JSON": ("{", "JSON"),
     "a number": (3, "3"),
-    "unknown site": ({"version": 1, "interventions": [{"kind": "steer", "site": "nowhere"}]}, "nowhere|version|kind"),
-    "missing layer": (Steer("resid_post", layers=8, vector=vector()), r"layers is 8; allowed: 0 to 7"),
-    "missing layer of another site": (Steer("attn_z", layers=[3, 99], vector=vector()), r"layers is 99; allowed: 0 to 7"),
-    "wrong width": (Steer("resid_post", layers=3, vector=vector(width=3)), r"width 3; allowed: 256"),
-    "wrong width of a mask": (Patch("resid_mid", layer=3, position=0, source="zeros", mask=[1.0]), r"mask.*1.*256"),
-    "past the prompt": (Patch("resid_post", layer=3, position=5, source="zeros"), r"position.*5.*prompt"),
-    "captured past the prompt": (Capture("mlp_out", positions=[0, 7], to=Consumer("log")), r"positions.*7.*prompt"),
     "a span, without a tokenizer": (Patch("resid_post", layer=3, position=Span("France"), source="zeros"), "Span|span"),
     "rows for nobody": (Capture("resid_post"), r"Capture\.to is None.*directory or a Consumer"),
     "a callable": (Capture("resid_post", to=print), "callable.*cannot be sent"),
@@ -425,7 +365,7 @@ IN_THE_WORKER = {
 
 
 @pytest.mark.parametrize("case", AT_THE_FRONT)
-def test_d8_what_cannot_be_is_refused_before_the_engine_sees_it(stock: Any, case: str) -> None:
+def test_what_cannot_be_is_refused_before_the_engine_sees_it(stock: Any, case: str) -> None:
     plan, message = AT_THE_FRONT[case]
     before = [values(output) for output in submit(stock, [ITALY, FRANCE, EIFFEL], [None] * 3)]
     with pytest.raises(PlanError, match=message):
@@ -435,7 +375,7 @@ def test_d8_what_cannot_be_is_refused_before_the_engine_sees_it(stock: Any, case
 
 
 @pytest.mark.parametrize("case", IN_THE_WORKER)
-def test_d8_what_only_the_workers_know_ends_the_request_with_the_message(stock: Any, case: str) -> None:
+def test_what_only_the_workers_know_ends_the_request_with_the_message(stock: Any, case: str) -> None:
     """Its neighbours, one of them planned itself, are byte-identical to a batch without it; the next request is clean."""
     plan, message = IN_THE_WORKER[case]
     prompts, steer = [ITALY, FRANCE, EIFFEL], Steer("resid_post", layers=3, vector=vector())
@@ -449,44 +389,15 @@ def test_d8_what_only_the_workers_know_ends_the_request_with_the_message(stock: 
     assert [values(output) for output in again] == [values(output) for output in before]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Steer("nowhere", layers=1, vector=vector()), "nowhere"),
-        (lambda: Steer("resid_post", layers=1, vector=vector() * float("nan")), "NaN|nan|finite"),
-        (lambda: Clamp("resid_post", direction=[0.0] * HIDDEN), "zero"),
-        (lambda: Steer("resid_post", layers=1, vector=[0.0] * HIDDEN, norm_match=True), "zero"),
-    ],
-)
-def test_d8_what_is_wrong_by_itself_is_refused_when_it_is_made_and_in_wire_form(
-    stock: Any, make: Callable[[], Any], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        make()
-    good = Plan.of(Steer("resid_post", layers=1, vector=vector(), norm_match=True)).to_wire()
-    (key,) = good["vectors"]
-    bad = {**good, "vectors": {key: torch.full((HIDDEN,), float("nan")).numpy().tobytes()}}
-    with pytest.raises(PlanError):
-        submit(stock, [FRANCE, EIFFEL], [None, bad])
-
-
-def test_d8_max_tokens_0_is_refused_by_vllm_itself(stock: Any) -> None:
-    """So a capture of generated positions never meets it."""
-    from vllm.exceptions import VLLMValidationError
-
-    with pytest.raises(VLLMValidationError, match="max_tokens must be at least 1"):
-        submit(stock, [FRANCE], [Capture("resid_post", positions="all_generated", to=Consumer("log"))], max_tokens=0)
-
-
 @pytest.mark.parametrize("plan", [Steer("resid_post", layers=3, vector=vector()), {"steer": 1}, [], "{}"])
-def test_d8_an_engine_without_midstream_refuses_plans_and_serves_others(bare: Any, plain: Plain, plan: Any) -> None:
+def test_an_engine_without_midstream_refuses_plans_and_serves_others(bare: Any, plain: Plain, plan: Any) -> None:
     with pytest.raises(PlanError, match=r"not started with midstream.*silently ignore"):
         submit(bare, [FRANCE, EIFFEL], [None, plan])
     outputs = submit(bare, [FRANCE, EIFFEL], [None, None])
     assert [tokens(output) for output in outputs] == [plain.generate(prompt, 6) for prompt in (FRANCE, EIFFEL)]
 
 
-def test_d8_the_way_out_that_the_message_names_is_there() -> None:
+def test_the_way_out_that_the_message_names_is_there() -> None:
     import midstream
 
     assert "worker_cls" in midstream.engine_arguments()
@@ -501,32 +412,7 @@ def test_plain_requests_are_those_of_an_engine_without_midstream(stock: Any, bar
     assert [values(mixed[0]), values(mixed[2])] == [expected[0], expected[2]] and values(mixed[1]) != expected[1]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Patch("resid_post", layer=3, position=1, source="zeros"),
-        Capture("resid_post", positions=[0, -1], to=Consumer("log")),
-    ],
-)
-def test_e11_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any) -> None:
-    """At the admission of requests, which sees from vLLM's `mm_features` what a prompt has beside text."""
-    from vllm import SamplingParams
-
-    config = stock.llm_engine.vllm_config
-
-    def admitted(intervention: Any, features: Any) -> Any:
-        params = SamplingParams(max_tokens=3, extra_args={"midstream": intervention})
-        request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=features)
-        return admission.admitted(config, Settings.of(config), request)
-
-    with pytest.raises(PlanError, match="multimodal"):
-        admitted(plan, [object()])
-    assert "plan" in admitted(plan, None)
-    assert "plan" in admitted(Steer("resid_post", vector=vector()), [object()])  # has no positions
-    assert "plan" in admitted(Capture("resid_post", positions="last_prompt", to=Consumer("log")), [object()])
-
-
-def test_d8_a_prompt_without_tokens_is_refused(stock: Any) -> None:
+def test_a_prompt_without_tokens_is_refused(stock: Any) -> None:
     """vLLM takes a prompt as embeddings, too; a plan for its tokens, of which there are none, would do nothing."""
     params = SimpleNamespace(extra_args={"midstream": [Steer("resid_post", vector=vector())]}, max_tokens=1)
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=None, prompt_embeds=torch.zeros(3, 256))
@@ -562,9 +448,10 @@ async def abandoned(engine: Any, prompt: str, plan: Any, request_id: str, after:
     await stream.aclose()
 
 
-def test_d4_d8_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Path) -> None:
+def test_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Path) -> None:
     """In processes of its own, as a server has it: plans of many kinds at once, one refused, one wrong, one abandoned on its way."""
     from engines import ENGINE
+    from forked import forked
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -575,9 +462,9 @@ def test_d4_d8_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_pa
     capture = Capture("resid_post", layers=4, positions="all", to=tmp_path)
 
     async def scenario() -> list[Any]:
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=demo_model(), enforce_eager=True, **ENGINE, **engine_arguments())
-        )
+        arguments = AsyncEngineArgs(model=demo_model(), enforce_eager=True, **ENGINE, **engine_arguments())
+        with forked():
+            engine = AsyncLLM.from_engine_args(arguments)
         try:
             outputs = await asyncio.gather(
                 finished(engine, FRANCE, [Steer("resid_post", layers=3, vector=v), capture], "steered"),

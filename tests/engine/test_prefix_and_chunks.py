@@ -1,7 +1,7 @@
 """Row A5: prefix caching and chunked prefill stay on, and a trace has every token of its prompt in one step.
 
 What is expected comes from plain transformers with torch hooks, and for bit equality from the same engine with an empty
-prefix cache.
+prefix cache. Row F3.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def served_values(output: Any) -> list[tuple[int, dict[int, float]]]:
 # ------------------------------------------------------------------------------------------------------ prefix cache
 
 
-def test_a5_a_trace_sees_every_token_of_a_prompt_that_was_just_served(engine, plain):
+def test_a_trace_sees_every_token_of_a_prompt_that_was_just_served(engine, plain):
     """Either of `skip_reading_prefix_cache` and the salt does it.
 
     Seen failing with both taken away: whole blocks come from the cache.
@@ -72,7 +72,7 @@ def test_a5_a_trace_sees_every_token_of_a_prompt_that_was_just_served(engine, pl
     assert serve(engine, prompt).num_cached_tokens == again.num_cached_tokens  # and still is
 
 
-def test_a5_edited_kv_is_never_served_to_another_request(engine, plain):
+def test_edited_kv_is_never_served_to_another_request(engine, plain):
     """An unedited rerun after an edited one equals the result of a fresh cache, bit for bit.
 
     Seen failing with `engine_prompt` leaving the salt away: the rerun takes edited blocks from the cache.
@@ -95,7 +95,7 @@ def test_a5_edited_kv_is_never_served_to_another_request(engine, plain):
     close(logits, plain.run(prompt).logits[-1:])
 
 
-def test_a5_of_two_traces_of_one_prompt_in_a_batch_only_one_is_edited(engine, plain):
+def test_of_two_traces_of_one_prompt_in_a_batch_only_one_is_edited(engine, plain):
     """Requests of one batch share prefix blocks too, as soon as they are full."""
     prompt = tokens(plain, 140, shift=5)
     with engine.trace(max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
@@ -158,7 +158,7 @@ def run_beside(model: VLLM, untraced: list[list[int]], traced: list[list[int]]) 
     return [ended[name] for name in names], values
 
 
-def test_a5_others_are_chunked_while_a_traced_prompt_is_never_split(chunked, plain):
+def test_others_are_chunked_while_a_traced_prompt_is_never_split(chunked, plain):
     """150-token prompts of others need three steps; the 40-token traced ones come whole, and each has its step.
 
     Seen failing with vLLM's own `schedule` in place of the trace rules: a traced prompt has 38 rows of its 40.
@@ -177,14 +177,14 @@ def test_a5_others_are_chunked_while_a_traced_prompt_is_never_split(chunked, pla
         differs(logits, plain.run(prompt).logits[-1:])
 
 
-def test_a5_traced_prompts_up_to_the_budget(chunked, plain):
+def test_traced_prompts_up_to_the_budget(chunked, plain):
     exact = tokens(plain, BUDGET, 2)
     with chunked.trace(exact, temperature=0.0):
         hidden = chunked.layers_output[5].save()
     close(hidden, plain.run(exact).sites["resid_post", 5])
 
 
-def test_f3_a_traced_prompt_over_the_budget_is_refused_and_untraced_ones_are_not(chunked, plain):
+def test_a_traced_prompt_over_the_budget_is_refused_and_untraced_ones_are_not(chunked, plain):
     over = tokens(plain, BUDGET + 1, 2)
     with pytest.raises(PromptError, match=r"65 tokens; a step takes 64.*larger max_num_batched_tokens"):
         with chunked.trace(over, temperature=0.0):
@@ -202,7 +202,7 @@ def test_f3_a_traced_prompt_over_the_budget_is_refused_and_untraced_ones_are_not
     close(logits, plain.run(over[:10]).logits[-1:])
 
 
-def test_f3_invokes_that_wait_for_each_other_have_to_fit_into_one_step(chunked, plain):
+def test_invokes_that_wait_for_each_other_have_to_fit_into_one_step(chunked, plain):
     first, second = tokens(plain, 40, 0), tokens(plain, 40, 1)
     with pytest.raises(PromptError, match="together do not fit"):
         with chunked.trace(temperature=0.0) as tracer:

@@ -33,7 +33,7 @@ def closed_to_traces() -> Iterator[VLLM]:
     model.close()
 
 
-def test_f3_an_engine_without_traces_allowed_refuses_them_and_serves_on(closed_to_traces, plain):
+def test_an_engine_without_traces_allowed_refuses_them_and_serves_on(closed_to_traces, plain):
     model = closed_to_traces
     with pytest.raises(TracesNotAllowedError, match="traces allowed"):
         with model.trace(PARIS, temperature=0.0):
@@ -45,7 +45,7 @@ def test_f3_an_engine_without_traces_allowed_refuses_them_and_serves_on(closed_t
     assert not any(n for gauges in model.gauges() for name, n in gauges.items() if name != "queued_bytes")
 
 
-def test_f3_a_closed_engine(closed_to_traces):
+def test_a_closed_engine(closed_to_traces):
     model = closed_to_traces
     model.close()
     model.close()

@@ -13,9 +13,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from limits import until
 from load_clients import request
 from servers import Server, processes, serving
 
@@ -67,16 +67,9 @@ def half_sent(server: Server) -> Iterator[None]:
         yield
 
 
-def until(condition: Any, seconds: float = 40.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
+def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False))
+        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False, is_forked=False))
         streams = [Stream(server) for _ in range(4)]
         stack.enter_context(half_sent(server))
         server.process.send_signal(signal.SIGTERM)
@@ -106,15 +99,15 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
     ("killed", "flags"),
     [
         pytest.param("EngineCore", (), id="engine"),
-        pytest.param("Worker", (), id="worker"),
+        pytest.param("Worker", (), id="worker", marks=pytest.mark.matrix),
         pytest.param("Worker_TP1", TWO_RANKS, id="one worker of two", marks=pytest.mark.matrix),
     ],
 )
-def test_g12_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
+def test_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
     tmp_path: Path, killed: str, flags: tuple[str, ...]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(tmp_path, *flags, stock=False))
+        server = stack.enter_context(serving(tmp_path, *flags, stock=False, is_forked=False))
         if killed == "EngineCore":
             stack.enter_context(half_sent(server))
         (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]

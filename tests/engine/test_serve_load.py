@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-async def test_g12_every_answer_under_load_is_the_one_of_the_idle_server(server: Server) -> None:
+async def test_every_answer_under_load_is_the_one_of_the_idle_server(server: Server) -> None:
     report = await load.run(server, CLIENTS, SECONDS)
     print(report)
     assert not report.failures
@@ -60,7 +60,7 @@ for more in json.loads(sys.argv.pop(1)):
 """
 
 
-def test_g1_vllm_bench_serve(server: Server, tmp_path: Path) -> None:
+def test_vllm_bench_serve(server: Server, tmp_path: Path) -> None:
     model = str(demo_model())
     plans = {"plain": {}, "planned": {"midstream": {"plan": PLAN}}}
     runs = [["--extra-body", json.dumps(body), "--result-filename", name] for name, body in plans.items()]
@@ -98,7 +98,7 @@ def seconds_of_a_request(server: Server) -> float:
     return time.monotonic() - start
 
 
-def test_g12_slow_downloads_hold_nobody_up_and_are_complete(server: Server) -> None:
+def test_slow_downloads_hold_nobody_up_and_are_complete(server: Server) -> None:
     body = {"model": "demo", "prompt": LARGE.prompt, "max_tokens": 1, "midstream": {"plan": LARGE.plan}}
     (entry,) = server.post("/v1/completions", body, key=KEYS[0])[1]["midstream"]["captures"]
     path = f"{PATH}/captures/{entry['handle']}"
@@ -116,7 +116,7 @@ def test_g12_slow_downloads_hold_nobody_up_and_are_complete(server: Server) -> N
             assert data.endswith(want.numpy().tobytes())
 
 
-def test_g12_streams_that_nobody_reads_hold_nobody_up_and_end_with_their_clients(server: Server) -> None:
+def test_streams_that_nobody_reads_hold_nobody_up_and_end_with_their_clients(server: Server) -> None:
     assert server.post(f"{PATH}/runs", {**RUN, "name": "unread"}, key=KEYS[0])[0] == 200
     capture = {"kind": "capture", "site": "resid_post", "layers": [1], "positions": "all"}
     body = {"model": "demo", "prompt": "The capital of Spain is", "max_tokens": 400, "ignore_eos": True, "stream": True}

@@ -1,6 +1,6 @@
 """`midstream.Remote`, on servers that allow traces and on one that does not (G9). The oracle is transformers with plain hooks.
 
-`pytest --remote tests/models` runs the tests of the models on a server, and `./test all` does so here.
+`pytest --remote tests/models` runs the tests of the models on a server, and `./test all` does so here. Rows G8, G12, I1, K6.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
-from bars import CALLS, counted
 from limits import least
 from oracle import Plain
 from servers import ADMIN, KEYS, Server
@@ -92,7 +91,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
-def test_g9_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) -> None:
+def test_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) -> None:
     steer = Steer("resid_post", layers=3, vector=VECTOR)
     expected = plain.run(FRANCE, {("resid_post", 3): lambda h: h + VECTOR})
     (output,) = model.generate(
@@ -113,7 +112,7 @@ def test_g9_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) ->
     assert output.outputs[0].text == plain.decode(output.outputs[0].token_ids)
 
 
-def test_k6_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> None:
+def test_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> None:
     """The server has their package, too; also what a run keeps."""
     plan = [
         Capture("resid_post", layers=3, positions=Around((0,), (1,))),
@@ -128,7 +127,7 @@ def test_k6_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> N
     model.runs.delete("two")
 
 
-def test_g9_many_prompts_samples_and_log_probabilities(model: Remote, plain: Plain) -> None:
+def test_many_prompts_samples_and_log_probabilities(model: Remote, plain: Plain) -> None:
     outputs = model.generate([FRANCE, ITALY] * 40, max_tokens=2, temperature=0.0, logprobs=1)
     for prompt, output in zip([FRANCE, ITALY] * 40, outputs, strict=True):
         assert output.prompt_token_ids == plain.ids(prompt)
@@ -139,7 +138,7 @@ def test_g9_many_prompts_samples_and_log_probabilities(model: Remote, plain: Pla
     assert [sample.index for sample in several.outputs] == [0, 1, 2] and len(several.captures) == 3
 
 
-def test_g9_vectors_runs_and_plans_have_the_surface_of_vllm(model: Remote, server: Server, plain: Plain) -> None:
+def test_vectors_runs_and_plans_have_the_surface_of_vllm(model: Remote, server: Server, plain: Plain) -> None:
     model.vectors["tilt"] = VECTOR
     model.vectors["tilt"] = VECTOR * 2  # replaces it
     close(torch.tensor(model.vectors["tilt"].data), VECTOR * 2)
@@ -183,7 +182,7 @@ def test_g9_vectors_runs_and_plans_have_the_surface_of_vllm(model: Remote, serve
     assert list(model.runs) == []
 
 
-def test_g9_the_plan_of_all_clients_needs_the_administrators_key(model: Remote, server: Server, plain: Plain) -> None:
+def test_the_plan_of_all_clients_needs_the_administrators_key(model: Remote, server: Server, plain: Plain) -> None:
     steer = Steer("resid_post", layers=3, vector=VECTOR)
     with pytest.raises(RemoteError, match="Administration needs the key"):
         model.engine_plan = steer
@@ -200,7 +199,7 @@ def test_g9_the_plan_of_all_clients_needs_the_administrators_key(model: Remote, 
     assert not model.engine_plan
 
 
-def test_i1_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain) -> None:
+def test_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain) -> None:
     """Seen failing without the lowering, and on a server that does not compare lengths."""
     v = torch.randn(256, generator=torch.Generator().manual_seed(3))
 
@@ -244,7 +243,7 @@ def test_i1_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain
     assert steps == [1, 0]
 
 
-def test_g8_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain: Plain) -> None:
+def test_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain: Plain) -> None:
     """It says that its body need not stop the forward, with a plan that captures nothing."""
     lie = remote.Lowering(Tier.BEHIND, [Plan()], [False])
     with (
@@ -256,7 +255,7 @@ def test_g8_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain
     assert output.outputs[0].token_ids == plain.generate(FRANCE, 3)
 
 
-def test_g9_rows_go_to_a_directory_of_this_machine(model: Remote, plain: Plain, tmp_path: Path) -> None:
+def test_rows_go_to_a_directory_of_this_machine(model: Remote, plain: Plain, tmp_path: Path) -> None:
     plan, seen = Capture("resid_post", layers=2, positions="all_prompt"), []
     for _ in range(2):  # the second finds all of them there
         store = model.collect([FRANCE, ITALY], plan=plan, to=tmp_path, ids=["france", "italy"])
@@ -271,7 +270,7 @@ def test_g9_rows_go_to_a_directory_of_this_machine(model: Remote, plain: Plain, 
 # --------------------------------------------------------------------------------------------------------------- traces
 
 
-def test_g9_traces_read_and_write_as_hooks_do(model: Remote, plain: Plain) -> None:
+def test_traces_read_and_write_as_hooks_do(model: Remote, plain: Plain) -> None:
     with model.trace(TOWER, temperature=0.0) as tracer:
         model.layers_output[2] += VECTOR
         inner = model.model.layers[4].mlp.output.save()
@@ -302,7 +301,7 @@ def test_g9_traces_read_and_write_as_hooks_do(model: Remote, plain: Plain) -> No
     close(edited, expected.sites["resid_post", 3])
 
 
-def test_g9_errors_are_of_the_same_classes(model: Remote) -> None:
+def test_errors_are_of_the_same_classes(model: Remote) -> None:
     with pytest.raises(OutOfOrderError, match=r"layers\.1"), model.trace(FRANCE):
         model.layers_output[3].save()
         model.layers_output[1].save()
@@ -338,7 +337,7 @@ class Custom:
     """No data."""
 
 
-def test_g9_what_is_no_data_stays_on_the_server(model: Remote) -> None:
+def test_what_is_no_data_stays_on_the_server(model: Remote) -> None:
     """Data of any structure comes back; for an object of a class there is an error in its place that says so."""
 
     def look(m: Any) -> Any:
@@ -362,7 +361,7 @@ def test_g9_what_is_no_data_stays_on_the_server(model: Remote) -> None:
     assert isinstance(found["custom"], UnsendableError) and "containers of them" in str(found["custom"])
 
 
-async def test_g9_saves_stream_while_the_trace_runs(server: Server, plain: Plain) -> None:
+async def test_saves_stream_while_the_trace_runs(server: Server, plain: Plain) -> None:
     async with Remote(server.url, api_key=KEY, mode="async") as model:
         with model.trace(FRANCE, max_tokens=40, temperature=0.0, ignore_eos=True) as tracer:
             rows = list().save()
@@ -395,7 +394,7 @@ async def test_g9_saves_stream_while_the_trace_runs(server: Server, plain: Plain
 
 
 @pytest.mark.matrix
-def test_g9_the_tests_of_the_models_hold_on_a_server() -> None:
+def test_the_tests_of_the_models_hold_on_a_server() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--remote", "tests/models", "-m", "engine and not matrix"]
     run = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900, check=False
@@ -444,7 +443,7 @@ class Relay:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def test_g9_a_lost_connection_is_an_error_that_has_what_was_saved(server: Server, plain: Plain) -> None:
+def test_a_lost_connection_is_an_error_that_has_what_was_saved(server: Server, plain: Plain) -> None:
     relay = Relay(int(server.url.rpartition(":")[2]))
     with Remote(f"http://127.0.0.1:{relay.port}", api_key=KEY) as model:
         threading.Thread(target=relay.cut_after, args=(100_000,), daemon=True).start()  # of 450 rows of 1 KB
@@ -501,13 +500,13 @@ def start_client(server: Server, tokens: int, directory: Path, pause: float = 0.
     )
 
 
-def test_g9_the_client_needs_no_vllm(server: Server, tmp_path: Path) -> None:
+def test_the_client_needs_no_vllm(server: Server, tmp_path: Path) -> None:
     client = start_client(server, 3, tmp_path)
     out, errors = client.communicate(timeout=60)
     assert client.returncode == 0 and out.startswith("3 torch.Size([256])"), errors
 
 
-def test_g9_ctrl_c_ends_the_request_on_the_server(server: Server, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_request_on_the_server(server: Server, tmp_path: Path) -> None:
     client = start_client(server, 450, tmp_path, pause=0.05)
     deadline = time.monotonic() + 40
     while not alive(server).get("running_prompts"):
@@ -553,7 +552,7 @@ def programs(path: Path) -> dict[str, Any]:
     return {"programs": data, "bodies": [1], "keeps_to_graphs": [True]}
 
 
-def test_g8_code_needs_a_key(server: Server, tmp_path: Path) -> None:
+def test_code_needs_a_key(server: Server, tmp_path: Path) -> None:
     """Nothing is unpickled before it is checked. With a key, the same call runs the code: the check can fail."""
     for key in ("", "a-wrong-key"):
         status, _ = called(server.url, msgspec.msgpack.encode(call(**programs(tmp_path / "strangers"))), key)
@@ -563,7 +562,7 @@ def test_g8_code_needs_a_key(server: Server, tmp_path: Path) -> None:
     assert (tmp_path / "with").exists()
 
 
-def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> None:
+def test_calls_that_are_none_are_refused(server: Server, model: Remote) -> None:
     steer = {"kind": "steer", "site": "resid_post", "layers": [1], "vector": VECTOR.tolist()}
 
     def planned(**changes: Any) -> dict[str, Any]:
@@ -612,7 +611,7 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
     assert model.generate([FRANCE], max_tokens=1)[0].outputs[0].token_ids and server.is_healthy()
 
 
-def test_g8_a_call_with_much_to_check_does_not_delay_others(server: Server, model: Remote) -> None:
+def test_a_call_with_much_to_check_does_not_delay_others(server: Server, model: Remote) -> None:
     """Its plan is prepared for each of its 1,024 prompts: their spans have to be found. Before: 3 s for other plans."""
     one = {"kind": "steer", "site": "resid_post", "layers": [1], "vector": VECTOR.tolist()}
     steers = [{**one, "scale": float(i), "positions": {"span": "France", "occurrence": 0}} for i in range(60)]
@@ -640,7 +639,7 @@ def test_g8_a_call_with_much_to_check_does_not_delay_others(server: Server, mode
     assert least(longest_wait, 0.9) < 0.9
 
 
-def test_g12_a_trace_that_saves_at_every_step_does_not_delay_others(server: Server, model: Remote) -> None:
+def test_a_trace_that_saves_at_every_step_does_not_delay_others(server: Server, model: Remote) -> None:
     """Its messages list all that it has saved so far, 3,200 tensors at the end."""
 
     def longest_look() -> float:
@@ -667,7 +666,7 @@ def test_g12_a_trace_that_saves_at_every_step_does_not_delay_others(server: Serv
     assert least(longest_look, 0.2, attempts=15) < 0.2  # 0.2 to 1.7 s where the event loop lists the tensors
 
 
-def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> None:
+def test_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> None:
     with pytest.raises(RemoteError, match="No server can be reached"):
         Remote("http://127.0.0.1:1")
     with pytest.raises(RemoteError, match="api_key"):
@@ -676,16 +675,3 @@ def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) ->
         Remote(f"{server.url}/docs", api_key=KEY)
     with pytest.raises(MidstreamError, match="mode is"):
         Remote(server.url, api_key=KEY, mode="fast")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("call", CALLS)
-async def test_g9_a_bar_counts_the_requests_of_a_call(
-    server: Server, call: str, mode: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with Remote(server.url, api_key=KEY, mode=mode, progress=True) as model:
-        for progress, shown in ({}, ["3/3"]), ({"progress": False}, []):
-            running = CALLS[call](model, tmp_path / str(len(shown)), **progress)
-            if mode == "async":
-                await running
-            assert counted(capfd.readouterr().err) == shown

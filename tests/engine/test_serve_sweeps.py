@@ -1,4 +1,4 @@
-"""Sweeps over HTTP: events, errors, limits and closed connections (row H10)."""
+"""Sweeps over HTTP: events, errors, limits and closed connections (row H10). Row G8."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def let_go(server: Server) -> bool:
     return False
 
 
-def test_h10_a_sweep_streams_its_start_cells_and_summary(server: Server, hf: LanguageModel) -> None:
+def test_a_sweep_streams_its_start_cells_and_summary(server: Server, hf: LanguageModel) -> None:
     found = events_of(server, ASKED)
     names = [name for name, _ in found]
     assert names[:2] == ["start", "baselines"] and names[-1] == "summary" and names.count("cell") == 40
@@ -72,19 +72,6 @@ def test_h10_a_sweep_streams_its_start_cells_and_summary(server: Server, hf: Lan
             values[tuple(event["index"])] = event["value"]
     np.testing.assert_allclose(values, hf.sweep(**ASKED).values["resid_post"], rtol=1e-3, atol=2e-3)
     assert let_go(server)
-
-
-def test_h10_prompts_may_be_chats(server: Server, hf: LanguageModel) -> None:
-    """As on every model; the chat template is applied on the server."""
-    clean, corrupt = ([{"role": "user", "content": text}] for text in (CLEAN, CORRUPT))
-    asked = {**ASKED, "clean": clean, "corrupt": corrupt, "layers": [3]}
-    outline, *others = (event for _, event in events_of(server, asked))
-    expected = hf.sweep(**asked)
-    (pair,) = outline["pairs"]
-    (same,) = expected.outline.pairs
-    assert [pair["clean"], pair["corrupt"]] == [same.clean, same.corrupt]
-    values = [event["value"] for event in others if event["event"] == "cell"]
-    np.testing.assert_allclose(sorted(values), np.sort(expected.values["resid_post"].ravel()), rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +91,14 @@ def test_h10_prompts_may_be_chats(server: Server, hf: LanguageModel) -> None:
         ({"clean": "a " * 600, "corrupt": "b " * 600}, "clean", "takes 511"),
     ],
 )
-def test_h10_errors_before_the_first_event_are_plain_400s(server: Server, changed: Any, field: str, text: str) -> None:
+def test_errors_before_the_first_event_are_plain_400s(server: Server, changed: Any, field: str, text: str) -> None:
     status, body = server.ask("POST", "/v1/midstream/sweeps", json.dumps({**ASKED, **changed}).encode(), key=KEY)
     assert status == 400 and text in body["error"]["message"]
     assert body["error"]["param"] == field
     assert gauges(server)["sweeps"] == 0
 
 
-def test_h10_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(server: Server) -> None:
+def test_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(server: Server) -> None:
     """Seen failing without the lines that close the events when the client has gone."""
     long = {**ASKED, "clean": [CLEAN] * 60, "corrupt": [CORRUPT] * 60}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
@@ -130,7 +117,7 @@ def test_h10_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(
     assert events_of(server, ASKED)[-1][0] == "summary"
 
 
-def test_g8_a_sweep_with_a_long_prompt_or_many_positions_holds_nobody_up(server: Server) -> None:
+def test_a_sweep_with_a_long_prompt_or_many_positions_holds_nobody_up(server: Server) -> None:
     asked = [
         ({"clean": "a " * 1_900_000}, "bytes"),
         ({"clean": [CLEAN] * 64, "corrupt": [CORRUPT] * 64, "positions": ["Norway"] * 200_000}, "1024"),
@@ -152,7 +139,7 @@ def test_g8_a_sweep_with_a_long_prompt_or_many_positions_holds_nobody_up(server:
         assert longest < 0.5
 
 
-def test_h10_the_route_wants_the_api_key(server: Server) -> None:
+def test_the_route_wants_the_api_key(server: Server) -> None:
     assert server.ask("POST", "/v1/midstream/sweeps", json.dumps(ASKED).encode())[0] == 401
     assert server.ask("POST", "/v1/midstream/sweeps", b'"' * 100, key=KEY)[0] == 400
     assert server.ask("POST", "/v1/midstream/sweeps", b" " * ((4 << 20) + 1), key=KEY)[0] == 413

@@ -140,7 +140,7 @@ def check(plain: PlainForward, engine: VLLM, write: Write, steps: str) -> None:
             torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_l3_a_layers_value_is_kept_beside_a_write_to_one_of_its_streams(engine: VLLM, plain: PlainForward) -> None:
+def test_a_layers_value_is_kept_beside_a_write_to_one_of_its_streams(engine: VLLM, plain: PlainForward) -> None:
     """Before and after it, and the stream itself."""
 
     def kept(m: Any) -> Any:
@@ -170,7 +170,5 @@ def test_l3_a_layers_value_is_kept_beside_a_write_to_one_of_its_streams(engine: 
 
 @pytest.mark.parametrize("steps", ["the prompt", "all steps", "some"])
 @writes
-def test_l3_a_write_is_a_plan_however_it_is_spelled(
-    engine: VLLM, plain: PlainForward, write: Write, steps: str
-) -> None:
+def test_a_write_is_a_plan_however_it_is_spelled(engine: VLLM, plain: PlainForward, write: Write, steps: str) -> None:
     check(plain, engine, write, steps)

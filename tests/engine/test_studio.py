@@ -230,9 +230,7 @@ def value_of(label: str) -> float:
 @pytest.mark.parametrize(
     "metric, direction", [("logit_diff", "denoising"), ("logprob", "noising"), ("recovered", "denoising")]
 )
-def test_h11_a_sweep_from_the_empty_form_fills_the_heatmap(
-    page: Page, server: Server, metric: str, direction: str
-) -> None:
+def test_a_sweep_from_the_empty_form_fills_the_heatmap(page: Page, server: Server, metric: str, direction: str) -> None:
     assert not page["clean"].get_attribute("value") and not page.all("[role=grid]")
     assert [each.get_attribute("value") for each in page.all("#site-list input:checked")] == ["resid_post"]
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
@@ -262,7 +260,7 @@ def test_h11_a_sweep_from_the_empty_form_fills_the_heatmap(
     assert 10 <= sum("within the noise floor" in label for label in labels.values()) < len(labels)
 
 
-def test_h11_layers_and_sites_are_in_the_models_order(page: Page) -> None:
+def test_layers_and_sites_are_in_the_models_order(page: Page) -> None:
     """As in the figures of Python: the first layer at the bottom, blue for more."""
     sites = [each.get_attribute("value") for each in page.all("#site-list input")]
     assert sites == [site for site in LAYER_SITES if site in sites] and len(sites) == 9
@@ -286,7 +284,7 @@ def test_h11_layers_and_sites_are_in_the_models_order(page: Page) -> None:
     assert blue > red + 50 and white > 230  # Italy becomes France; the first token changes nothing
 
 
-def test_h11_heads_are_patched_one_by_one(page: Page) -> None:
+def test_heads_are_patched_one_by_one(page: Page) -> None:
     page["heads"].click()
     page.sweep()
     start, *rest = events(page.server, sites=["attn_z"], heads="all", positions="together")
@@ -305,7 +303,7 @@ def test_h11_heads_are_patched_one_by_one(page: Page) -> None:
     assert page.readout()["Head"] == "1"
 
 
-def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path: Path) -> None:
+def test_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path: Path) -> None:
     page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     assert not page["taking"].is_displayed()
     page.sweep()
@@ -334,7 +332,7 @@ def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path
         assert float(row["logprob"]) == pytest.approx(cell["logprobs"][0], abs=2e-3)
 
 
-def test_h11_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Page) -> None:
+def test_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Page) -> None:
     page.sweep()
     from selenium.webdriver import ActionChains
 
@@ -345,7 +343,7 @@ def test_h11_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Pa
     assert shown["logit difference"] == value and set(shown) >= {"Change", "Recovered", "log p(·Paris)"}
 
 
-def test_h11_a_click_shows_the_cells_top_tokens_beside_the_baselines(page: Page, server: Server) -> None:
+def test_a_click_shows_the_cells_top_tokens_beside_the_baselines(page: Page, server: Server) -> None:
     page.sweep()
     page.cell(4, 3).click()
     page.wait(lambda: len(page.all("#top li")) == 20)
@@ -361,7 +359,7 @@ def test_h11_a_click_shows_the_cells_top_tokens_beside_the_baselines(page: Page,
     assert float(share.rstrip("%")) == pytest.approx(100 * np.exp(patched[0][1]), abs=0.2)
 
 
-def test_h11_cells_arrive_one_by_one_and_cancel_ends_the_sweep_on_the_server(page: Page, server: Server) -> None:
+def test_cells_arrive_one_by_one_and_cancel_ends_the_sweep_on_the_server(page: Page, server: Server) -> None:
     many = " ".join(["The capital of France is Paris and"] * 30)
     page.fill(clean=f"{many} {CLEAN}", corrupt=f"{many} {CORRUPT}", answer=ANSWER, foil=FOIL)
     for site in ("attn_out", "mlp_out", "resid_mid"):
@@ -388,7 +386,7 @@ def test_h11_cells_arrive_one_by_one_and_cancel_ends_the_sweep_on_the_server(pag
     page.wait(is_idle, 20)
 
 
-def test_h11_an_answer_of_two_tokens_is_an_error_at_its_field(page: Page) -> None:
+def test_an_answer_of_two_tokens_is_an_error_at_its_field(page: Page) -> None:
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer="terrible", foil=FOIL)
     page.wait(lambda: page["answer"].get_attribute("aria-invalid") == "true")
     assert re.fullmatch(r"2 tokens: \w+ \| \w+\. One is needed\.", page.text("answer-note"))
@@ -404,7 +402,7 @@ def test_h11_an_answer_of_two_tokens_is_an_error_at_its_field(page: Page) -> Non
     page.wait(lambda: "noise floor" in page.text("progress"))
 
 
-def test_h11_what_is_missing_is_said_at_each_field(page: Page) -> None:
+def test_what_is_missing_is_said_at_each_field(page: Page) -> None:
     page["site-resid_post"].click()
     page["run"].click()
     page.wait(lambda: page.text("foil-note"))
@@ -419,7 +417,7 @@ def test_h11_what_is_missing_is_said_at_each_field(page: Page) -> None:
     assert page.focused()["id"] == "clean"
 
 
-def test_h11_the_servers_own_error_is_shown_at_the_field_it_names(page: Page) -> None:
+def test_the_servers_own_error_is_shown_at_the_field_it_names(page: Page) -> None:
     """With several pairs it is shown above the heatmaps: the server does not say which pair it is."""
     with answering(page, "/sweeps", 400, '{"error": {"message": "This foil is odd.", "param": "foil"}}'):
         page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
@@ -433,7 +431,7 @@ def test_h11_the_servers_own_error_is_shown_at_the_field_it_names(page: Page) ->
         assert page.text("foil-note").endswith("is token 1048")
 
 
-def test_h11_tokens_without_a_counterpart_are_void_with_a_reason(page: Page) -> None:
+def test_tokens_without_a_counterpart_are_void_with_a_reason(page: Page) -> None:
     page.sweep(corrupt="The capital of the United Kingdom is")
     apart = page.texts("#corrupt-tokens .unaligned")
     assert apart and all(each.endswith("(no counterpart)") for each in apart)
@@ -444,7 +442,7 @@ def test_h11_tokens_without_a_counterpart_are_void_with_a_reason(page: Page) -> 
     assert "No token of the other prompt corresponds." in page.texts("#readout dd")
 
 
-def test_h11_what_a_user_writes_stays_text(page: Page) -> None:
+def test_what_a_user_writes_stays_text(page: Page) -> None:
     hostile = "<img src=x onerror=alert(1)><b>bold</b>"
     page.fill(clean=f"{CLEAN} {hostile}", corrupt=f"{CORRUPT} {hostile}", answer=ANSWER, foil=FOIL)
     assert "".join(page.texts("#clean-tokens li")).replace(" (differs)", "").endswith(hostile.replace(" ", "·"))
@@ -483,7 +481,7 @@ def assert_shows(page: Page, values_by_site: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("metric, direction", [("logit_diff", "denoising"), ("recovered", "noising")])
-def test_h11_a_sweep_over_several_pairs_agrees_with_the_python_client(
+def test_a_sweep_over_several_pairs_agrees_with_the_python_client(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, direction: str
 ) -> None:
     page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
@@ -542,7 +540,7 @@ def test_h11_a_sweep_over_several_pairs_agrees_with_the_python_client(
             assert float(row[column]) == pytest.approx(known[column], abs=2e-3)
 
 
-def test_h11_a_click_runs_the_cell_of_the_shown_pair_again(page: Page, server: Server) -> None:
+def test_a_click_runs_the_cell_of_the_shown_pair_again(page: Page, server: Server) -> None:
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
     page.add(**SPAIN)
     page.start()
@@ -557,7 +555,7 @@ def test_h11_a_click_runs_the_cell_of_the_shown_pair_again(page: Page, server: S
     assert not page.all("#top li, .cell.chosen")
 
 
-def test_h11_a_pair_without_a_counterpart_is_left_out_of_the_mean(
+def test_a_pair_without_a_counterpart_is_left_out_of_the_mean(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the patched prompts need one length."""
@@ -577,7 +575,7 @@ def test_h11_a_pair_without_a_counterpart_is_left_out_of_the_mean(
     assert [bool(row["void"]) for row in rows] == frame["void"].notna().tolist()
 
 
-def test_h11_pairs_of_different_lengths_are_an_error_that_names_the_pair(page: Page) -> None:
+def test_pairs_of_different_lengths_are_an_error_that_names_the_pair(page: Page) -> None:
     longer = {**SPAIN, "corrupt": "The big capital of Germany is"}
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
     page.add(**longer)
@@ -608,7 +606,7 @@ def test_h11_pairs_of_different_lengths_are_an_error_that_names_the_pair(page: P
     assert_shows(page, {"attn_z": values.mean(0)})
 
 
-def test_h11_mistakes_in_any_pair_name_the_pair_and_lead_to_it(page: Page) -> None:
+def test_mistakes_in_any_pair_name_the_pair_and_lead_to_it(page: Page) -> None:
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
     page.add(**{**SPAIN, "answer": "terrible"})
     page.wait(lambda: re.fullmatch(r"Pair 1, answer: 2 tokens: \w+ \| \w+\. One is needed\.", page.text("pairs-note")))
@@ -641,7 +639,7 @@ def test_h11_mistakes_in_any_pair_name_the_pair_and_lead_to_it(page: Page) -> No
     assert len(page.labels()) == LAYERS * 5
 
 
-def test_h11_pairs_are_kept_in_the_tab_until_they_are_removed(page: Page) -> None:
+def test_pairs_are_kept_in_the_tab_until_they_are_removed(page: Page) -> None:
     assert not page["pairs"].is_displayed() and not page["shown"].is_displayed()
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
     page.add(**SPAIN)
@@ -665,7 +663,7 @@ def test_h11_pairs_are_kept_in_the_tab_until_they_are_removed(page: Page) -> Non
 # ------------------------------------------------------------------------------------------------- keyboard and themes
 
 
-def test_h11_the_keyboard_alone_runs_a_sweep_and_reads_a_cell(page: Page) -> None:
+def test_the_keyboard_alone_runs_a_sweep_and_reads_a_cell(page: Page) -> None:
     from selenium.webdriver import ActionChains, Keys
 
     def press(*keys: str) -> None:
@@ -734,7 +732,7 @@ def contrast(page: Page, selector: str) -> float:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_h11_text_is_readable_in_both_themes(page: Page, theme: str) -> None:
+def test_text_is_readable_in_both_themes(page: Page, theme: str) -> None:
     page.open(theme=theme)
     page.sweep()
     page.cell(4, 3).click()
@@ -758,7 +756,7 @@ def test_h11_text_is_readable_in_both_themes(page: Page, theme: str) -> None:
     assert (ground == "rgb(18, 21, 24)") == (theme == "dark")
 
 
-def test_h11_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
+def test_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     def ground() -> Any:
         return page.run("return getComputedStyle(document.documentElement).backgroundColor")
 
@@ -777,7 +775,7 @@ def test_h11_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None
     assert ground() == light
 
 
-def test_h11_the_page_fits_a_laptops_screen(page: Page) -> None:
+def test_the_page_fits_a_laptops_screen(page: Page) -> None:
     page.sweep()
     for tab in ("tracing", "steering"):
         page[f"tab-{tab}"].click()
@@ -791,7 +789,7 @@ def test_h11_the_page_fits_a_laptops_screen(page: Page) -> None:
 # ------------------------------------------------------------------------------------------------------------- API key
 
 
-def test_h11_the_api_key_is_asked_for_and_kept_in_the_tab_alone(page: Page) -> None:
+def test_the_api_key_is_asked_for_and_kept_in_the_tab_alone(page: Page) -> None:
     page.expected = "capabilities .* 401"
     page.open(key="")
     page.wait(lambda: page.text("model") == "The server asks for an API key.")
@@ -829,9 +827,7 @@ def text_of(server: Server, scale: float | None, mode: str, prompt: str = CLEAN,
 
 
 @pytest.mark.parametrize("mode", ["completion", "chat"])
-def test_h11_steered_and_unsteered_texts_stream_side_by_side(
-    page: Page, server: Server, vectors: Path, mode: str
-) -> None:
+def test_steered_and_unsteered_texts_stream_side_by_side(page: Page, server: Server, vectors: Path, mode: str) -> None:
     from selenium.webdriver import Keys
 
     page["tab-steering"].click()
@@ -873,7 +869,7 @@ def test_h11_steered_and_unsteered_texts_stream_side_by_side(
 
 
 @pytest.mark.parametrize("mode", ["completion", "chat"])
-def test_h11_a_vector_is_made_from_two_prompts(page: Page, mode: str) -> None:
+def test_a_vector_is_made_from_two_prompts(page: Page, mode: str) -> None:
     """It is the difference of the rows that plain HTTP captures."""
     texts = {"more": "I love this. It is", "less": "I hate this. It is"}
     page["tab-steering"].click()
@@ -907,7 +903,7 @@ def test_h11_a_vector_is_made_from_two_prompts(page: Page, mode: str) -> None:
     page.server.ask("DELETE", f"/v1/midstream/vectors/love%20{mode}", key=KEY)
 
 
-def test_h11_stop_ends_both_streams(page: Page, server: Server, vectors: Path) -> None:
+def test_stop_ends_both_streams(page: Page, server: Server, vectors: Path) -> None:
     page["tab-steering"].click()
     page["upload"].send_keys(str(vectors))
     page.wait(lambda: page.text("upload-note") == "Added far.")
@@ -921,7 +917,7 @@ def test_h11_stop_ends_both_streams(page: Page, server: Server, vectors: Path) -
     page.wait(lambda: server.ask("GET", "/v1/midstream/gauges", key=KEY)[1]["server"]["running_prompts"] == 0, 20)
 
 
-def test_h11_mistakes_of_steering_are_said_at_their_fields(page: Page, server: Server, vectors: Path) -> None:
+def test_mistakes_of_steering_are_said_at_their_fields(page: Page, server: Server, vectors: Path) -> None:
     page.expected = "(completions|vectors) .* 40[09]"
     page["tab-steering"].click()
     page["generate"].click()
@@ -961,7 +957,7 @@ def answering(page: Page, part: str, status: int, body: str) -> Iterator[None]:
         page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-def test_h11_a_model_without_a_chat_template_gets_completions(page: Page) -> None:
+def test_a_model_without_a_chat_template_gets_completions(page: Page) -> None:
     """vLLM refuses to tokenize messages for such a model."""
     with answering(page, '"messages"', 400, '{"error": {"message": "no chat template"}}'):
         page.wait(lambda: page.run("return document.querySelector('#mode [value=chat]').disabled"))
@@ -978,7 +974,7 @@ def test_h11_a_model_without_a_chat_template_gets_completions(page: Page) -> Non
         (": kept alive\n\n", "The connection ended before the sweep did."),
     ],
 )
-def test_h11_a_sweep_that_fails_on_its_way_says_why(page: Page, body: str, message: str) -> None:
+def test_a_sweep_that_fails_on_its_way_says_why(page: Page, body: str, message: str) -> None:
     with answering(page, "/sweeps", 200, body):
         page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
         page["run"].click()

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.engine
 
 CLEAN, CORRUPT = "The capital of France is", "The capital of Italy is"
 PAIR = (CLEAN, CORRUPT, " Paris", " Rome")
-ASKED = {"clean": CLEAN, "corrupt": CORRUPT, "answer": " Paris", "foil": " Rome"}
 GREEDY = {"max_tokens": 1, "temperature": 0.0}
 
 
@@ -36,7 +35,7 @@ def source_of(model: Any) -> str:
     return [run.name for run in model.runs.handles if run.name.startswith("sweep-")][1]
 
 
-def test_h5_cells_whose_source_has_gone_are_void_and_never_the_baseline(
+def test_cells_whose_source_has_gone_are_void_and_never_the_baseline(
     engine: VLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing where errors of the cells' requests are not looked at."""
@@ -62,7 +61,7 @@ def test_h5_cells_whose_source_has_gone_are_void_and_never_the_baseline(
     assert not any(alive(engine))
 
 
-def test_h7_other_calls_may_come_between_two_cells(engine: VLLM) -> None:
+def test_other_calls_may_come_between_two_cells(engine: VLLM) -> None:
     """Seen failing where a call does not wait for the cells that run: vLLM returns their outputs as the call's."""
     alone = engine.generate([CLEAN, CORRUPT], **GREEDY)
     whole, stream = engine.sweep(*PAIR), engine.sweep(*PAIR, stream=True)
@@ -75,7 +74,7 @@ def test_h7_other_calls_may_come_between_two_cells(engine: VLLM) -> None:
     assert not any(alive(engine))
 
 
-def test_h5_sources_are_leased_so_that_other_runs_do_not_drop_them(engine: VLLM) -> None:
+def test_sources_are_leased_so_that_other_runs_do_not_drop_them(engine: VLLM) -> None:
     stream = engine.sweep(*PAIR, stream=True)
     running = iter(stream)
     next(running)
@@ -85,7 +84,7 @@ def test_h5_sources_are_leased_so_that_other_runs_do_not_drop_them(engine: VLLM)
     assert not engine.runs.listing() and not any(alive(engine))
 
 
-def test_h7_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Path) -> None:
+def test_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Path) -> None:
     """A process that sweeps on transformers is killed by SIGKILL. Called again, it runs only the cells that are not on disk."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -135,7 +134,7 @@ def test_h7_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Pa
         engine.sweep(*PAIR, layers=[1], to=tmp_path / "sweep")
 
 
-def test_h12_what_follows_a_sweep_does_not_read_its_patched_kv(engine: VLLM) -> None:
+def test_what_follows_a_sweep_does_not_read_its_patched_kv(engine: VLLM) -> None:
     """On a prompt of several KV blocks, whose first ones are shared."""
     prompt = [token for token in engine.tokenizer(CORRUPT)["input_ids"] for _ in range(9)]
     clean = [token + 1 for token in prompt[:20]] + prompt[20:]
@@ -161,7 +160,7 @@ def test_answers_leave_the_likeliest_tokens_of_other_requests_alone(engine: VLLM
     assert results[1].answers[" Rome"] > -1
 
 
-def test_h11_each_cell_has_its_likeliest_tokens(engine: VLLM) -> None:
+def test_each_cell_has_its_likeliest_tokens(engine: VLLM) -> None:
     result = engine.sweep(*PAIR, layers=[2], positions=[3], top=3, stream=True)
     (cell,) = list(result)
     assert (
@@ -175,7 +174,7 @@ def test_h11_each_cell_has_its_likeliest_tokens(engine: VLLM) -> None:
 
 
 @pytest.mark.slow
-def test_h12_a_sweep_of_5000_cells_leaves_memory_flat(engine: VLLM) -> None:
+def test_a_sweep_of_5000_cells_leaves_memory_flat(engine: VLLM) -> None:
     prompt = engine.tokenizer(CORRUPT)["input_ids"] * 5
     clean = engine.tokenizer(CLEAN)["input_ids"] * 5
     pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]

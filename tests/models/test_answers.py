@@ -16,7 +16,7 @@ def logprobs(plain, prompt, edits=None):
     return plain.run(prompt, edits).logits[-1].float().log_softmax(-1)
 
 
-def test_e4_answers_are_exact_however_unlikely(model, plain):
+def test_answers_are_exact_however_unlikely(model, plain):
     """Every hundredth token of the vocabulary, of which hardly one is among the twenty likeliest."""
     answers = list(range(0, model.vocab_size, 100))[:100]
     outputs = model.generate(PROMPTS, answers=answers, **GREEDY)
@@ -27,7 +27,7 @@ def test_e4_answers_are_exact_however_unlikely(model, plain):
         torch.testing.assert_close(torch.tensor(list(output.answers.values())), expected[answers], rtol=1e-4, atol=1e-4)
 
 
-def test_e4_answers_are_texts_of_one_token_each_prompt_may_have_its_own(model, plain):
+def test_answers_are_texts_of_one_token_each_prompt_may_have_its_own(model, plain):
     france, italy = model.generate(PROMPTS, answers=[[" Paris", " Rome"], [" Rome"]], **GREEDY)
     assert france.answers[" Paris"] == pytest.approx(
         float(logprobs(plain, PROMPTS[0])[plain.token(" Paris")]), abs=1e-4
@@ -40,7 +40,7 @@ def test_e4_answers_are_texts_of_one_token_each_prompt_may_have_its_own(model, p
     assert model.generate(PROMPTS[0], **GREEDY)[0].answers == {}
 
 
-def test_e4_answers_are_those_of_the_patched_run(model, plain):
+def test_answers_are_those_of_the_patched_run(model, plain):
     """In a batch beside a plain request. The oracle patches by a hook."""
     vector = torch.linspace(-2, 2, model.hidden_size)
     patch = Patch("resid_post", layer=5, position=4, source=vector)
@@ -56,14 +56,14 @@ def test_e4_answers_are_those_of_the_patched_run(model, plain):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_e4_answers_are_about_the_first_token_and_before_temperature(model, plain, tokens):
+def test_answers_are_about_the_first_token_and_before_temperature(model, plain, tokens):
     (output,) = model.generate(PROMPTS[0], answers=[" Paris"], max_tokens=tokens, temperature=0.7, seed=1)
     assert output.answers[" Paris"] == pytest.approx(
         float(logprobs(plain, PROMPTS[0])[plain.token(" Paris")]), abs=1e-4
     )
 
 
-def test_e4_an_answer_of_several_tokens_is_an_error_that_says_so(model):
+def test_an_answer_of_several_tokens_is_an_error_that_says_so(model):
     with pytest.raises(
         PromptError, match=r"' Paris Rome' is 2 tokens: ' Paris' \(\d+\), ' Rome' \(\d+\)\. .* one token"
     ):

@@ -35,7 +35,7 @@ def chats(model: Any, plain: Plain) -> Iterator[dict[str, list[int]]]:
     model.tokenizer.chat_template = before
 
 
-def test_f9_generate(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+def test_generate(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
     (output,) = model.generate(ASKED, max_tokens=3, ignore_eos=True)
     assert list(output.prompt_token_ids) == chats["asked"]
     assert tokens(output) == plain.generate(chats["asked"], 3)
@@ -45,7 +45,7 @@ def test_f9_generate(model: Any, plain: Plain, chats: dict[str, list[int]]) -> N
     assert [list(each.prompt_token_ids) for each in outputs] == [chats["asked"], chats["begun"]]
 
 
-def test_f9_trace_and_invoke(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+def test_trace_and_invoke(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
     with model.trace(BEGUN):
         h = model.layers_output[3].save()
     close(h.reshape(-1, 256), plain.run(chats["begun"]).sites["resid_post", 3])
@@ -60,7 +60,7 @@ def test_f9_trace_and_invoke(model: Any, plain: Plain, chats: dict[str, list[int
     assert list(output.prompt_token_ids) == chats["asked"]
 
 
-def test_f9_run(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+def test_run(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
     def logits(model: Any) -> Any:
         return model.logits
 
@@ -69,7 +69,7 @@ def test_f9_run(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
         close(found[0], plain.run(chats[name]).logits[-1])
 
 
-def test_f9_record_and_collect(model: Any, plain: Plain, chats: dict[str, list[int]], tmp_path: Path) -> None:
+def test_record_and_collect(model: Any, plain: Plain, chats: dict[str, list[int]], tmp_path: Path) -> None:
     run = model.record(ASKED, "resid_post", layers=[2], name="chat")
     assert list(run.prompt_token_ids) == chats["asked"]
     model.runs.delete("chat")
@@ -79,7 +79,7 @@ def test_f9_record_and_collect(model: Any, plain: Plain, chats: dict[str, list[i
     )  # as they end
 
 
-def test_f9_a_span_in_a_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+def test_a_span_in_a_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
     v, ids = vector(1), chats["begun"]
     plan = [
         Patch("resid_post", layer=2, position=Span("France", 1), source=v),
@@ -92,7 +92,7 @@ def test_f9_a_span_in_a_chat(model: Any, plain: Plain, chats: dict[str, list[int
     close(output.captures["resid_post", 2, "after"], expected)
 
 
-def test_f9_sweep(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+def test_sweep(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
     for clean, corrupt in ((ASKED, ITALY), ([ASKED, ASKED], [ITALY, ITALY])):
         result = model.sweep(clean, corrupt, " Paris", " Rome", layers=[3], positions=[-1], progress=False)
         pairs = result.outline.pairs
@@ -104,7 +104,7 @@ def test_f9_sweep(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None
         assert float(result.clean[0, 0] - result.clean[0, 1]) == pytest.approx(expected, abs=2e-3)
 
 
-def test_f9_a_plan_for_each_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+def test_a_plan_for_each_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
     v = vector(2)
     plans = [[Steer("resid_post", layers=4, vector=v)], None]
     outputs = model.generate([ASKED, BEGUN], plan=plans, max_tokens=3, ignore_eos=True)
@@ -112,7 +112,7 @@ def test_f9_a_plan_for_each_chat(model: Any, plain: Plain, chats: dict[str, list
     assert tokens(outputs[1]) == plain.generate(chats["begun"], 3)
 
 
-def test_f9_what_is_no_chat_is_refused_in_words(model: Any, chats: dict[str, list[int]]) -> None:
+def test_what_is_no_chat_is_refused_in_words(model: Any, chats: dict[str, list[int]]) -> None:
     model.tokenizer.chat_template = None
     with pytest.raises(PromptError, match=r"no chat template. Set one, model.tokenizer.chat_template = "):
         model.generate(ASKED)

@@ -37,7 +37,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("prompt", "text"), REFUSED)
-def test_p4_what_would_have_no_effect_is_refused_by_name(model: Any, prompt: Any, text: str) -> None:
+def test_what_would_have_no_effect_is_refused_by_name(model: Any, prompt: Any, text: str) -> None:
     for encoding in (prompt, BatchEncoding(prompt)):
         with pytest.raises(PromptError, match=text):
             model.generate(encoding, max_tokens=1)
@@ -56,13 +56,13 @@ SAME = [
 
 
 @pytest.mark.parametrize("prompt", SAME)
-def test_p4_what_says_the_usual_is_taken(model: Any, plain: Any, prompt: Any) -> None:
+def test_what_says_the_usual_is_taken(model: Any, plain: Any, prompt: Any) -> None:
     with model.trace(prompt, temperature=0.0, max_tokens=1):
         logits = model.logits.save()
     close(logits, plain.run(IDS).logits[-1:])
 
 
-def test_p4_a_batch_that_is_padded_on_the_left_is_as_in_transformers(model: Any, plain: Any) -> None:
+def test_a_batch_that_is_padded_on_the_left_is_as_in_transformers(model: Any, plain: Any) -> None:
     tokenizer = model.tokenizer
     pads, side = tokenizer.pad_token, tokenizer.padding_side
     try:
@@ -78,7 +78,7 @@ def test_p4_a_batch_that_is_padded_on_the_left_is_as_in_transformers(model: Any,
     assert found == [plain.generate(prompt, 3) for prompt in (PARIS, EIFFEL)]
 
 
-def test_p4_token_types_of_a_model_that_adds_them_are_refused(plain: Any) -> None:
+def test_token_types_of_a_model_that_adds_them_are_refused(plain: Any) -> None:
     """GPT-2 adds an embedding for type 0, too."""
     torch.manual_seed(0)
     net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=300, n_positions=64)).eval()

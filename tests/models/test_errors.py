@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from oracle import close
 
-from midstream import demo_model
 from midstream.errors import (
     BarrierError,
     InterventionError,
@@ -153,7 +151,7 @@ BAD = [
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("bad", "error", "message"), BAD, ids=[str(*bad) for bad, _, _ in BAD])
-def test_f3_what_vllm_refuses_is_midstreams_error(engine, plain, bad, error, message):
+def test_what_vllm_refuses_is_midstreams_error(engine, plain, bad, error, message):
     """Its own is no ValueError in all versions. Whoever is behind it in the queue is served."""
     with pytest.raises(error, match=message) as caught:
         engine.generate(**{"prompts": PARIS, "max_tokens": 1, **bad})
@@ -163,7 +161,7 @@ def test_f3_what_vllm_refuses_is_midstreams_error(engine, plain, bad, error, mes
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), ERRORS, ids=[bad.__name__ for bad, _, _ in ERRORS])
-def test_f3_an_error_ends_its_own_invoke_and_nothing_else(model, plain, bad, error, message):
+def test_an_error_ends_its_own_invoke_and_nothing_else(model, plain, bad, error, message):
     with pytest.raises(MidstreamError, match=f"(?s){message}") as caught:
         with model.trace(max_tokens=3, temperature=0.0) as tracer:
             with tracer.invoke(EIFFEL):
@@ -186,7 +184,7 @@ def test_f3_an_error_ends_its_own_invoke_and_nothing_else(model, plain, bad, err
     check_clean_trace(model, plain)
 
 
-def test_f3_out_of_order_is_raised_within_a_second(model):
+def test_out_of_order_is_raised_within_a_second(model):
     """Nothing waits for a value that cannot come. The best of three, for a busy machine may be slow for once."""
     seconds = []
     for _ in range(3):
@@ -199,7 +197,7 @@ def test_f3_out_of_order_is_raised_within_a_second(model):
     assert min(seconds) < 1
 
 
-def test_a3_a_users_error_shows_the_users_line(model, plain):
+def test_a_users_error_shows_the_users_line(model, plain):
     with pytest.raises(ZeroDivisionError) as caught:
         with model.trace(PARIS, temperature=0.0):
             model.layers_output[2]
@@ -212,7 +210,7 @@ def test_a3_a_users_error_shows_the_users_line(model, plain):
     check_clean_trace(model, plain)
 
 
-def test_a3_own_errors_show_the_users_line_too(model):
+def test_own_errors_show_the_users_line_too(model):
     with pytest.raises(OutOfOrderError) as caught:
         with model.trace(PARIS, temperature=0.0):
             model.layers_output[5]
@@ -220,7 +218,7 @@ def test_a3_own_errors_show_the_users_line_too(model):
     assert "# too late" in "".join(getattr(caught.value, "__notes__", []))
 
 
-def test_a3_an_exception_class_of_the_users_own(model):
+def test_an_exception_class_of_the_users_own(model):
     class Custom(ValueError):
         def __init__(self, a, b):
             super().__init__(f"{a} and {b}")
@@ -231,7 +229,7 @@ def test_a3_an_exception_class_of_the_users_own(model):
     assert isinstance(caught.value, InterventionError)
 
 
-def test_a3_several_failing_invokes_each_have_their_error(model, plain):
+def test_several_failing_invokes_each_have_their_error(model, plain):
     with pytest.raises(InterventionErrorGroup) as caught:
         with model.trace(temperature=0.0) as tracer:
             with tracer.invoke(PARIS):
@@ -250,7 +248,7 @@ def test_a3_several_failing_invokes_each_have_their_error(model, plain):
     check_clean_trace(model, plain)
 
 
-def test_a3_an_error_in_a_later_step_keeps_what_came_before(model, plain):
+def test_an_error_in_a_later_step_keeps_what_came_before(model, plain):
     with pytest.raises(IndexError):
         with model.trace(max_tokens=5, temperature=0.0) as tracer:
             with tracer.invoke(PARIS):
@@ -268,7 +266,7 @@ def test_a3_an_error_in_a_later_step_keeps_what_came_before(model, plain):
     check_clean_trace(model, plain)
 
 
-def test_f3_an_error_in_a_standing_edit_is_raised_and_the_edit_can_be_cleared(model, plain):
+def test_an_error_in_a_standing_edit_is_raised_and_the_edit_can_be_cleared(model, plain):
     try:
         with model.edit("broken", inplace=True):
             model.layers_output[2] = torch.zeros(3, 7)
@@ -282,7 +280,7 @@ def test_f3_an_error_in_a_standing_edit_is_raised_and_the_edit_can_be_cleared(mo
     check_clean_trace(model, plain)
 
 
-def test_f3_a_barrier_that_not_all_reach(model, plain):
+def test_a_barrier_that_not_all_reach(model, plain):
     with pytest.raises(BarrierError, match="at a barrier of 2: that many invokes have to reach it"):
         with model.trace(temperature=0.0) as tracer:
             barrier = tracer.barrier(2)
@@ -295,7 +293,7 @@ def test_f3_a_barrier_that_not_all_reach(model, plain):
 
 
 @pytest.mark.engine
-def test_f3_a_module_that_is_never_called(engine, plain):
+def test_a_module_that_is_never_called(engine, plain):
     """vLLM multiplies by the unembedding's weight and never calls the module."""
     with pytest.raises(NeverReachedError, match=r"lm_head\.output of step 0 .* is not called in this model"):
         with engine.trace(PARIS, temperature=0.0):
@@ -304,7 +302,7 @@ def test_f3_a_module_that_is_never_called(engine, plain):
 
 
 @pytest.mark.parametrize("prompt", ["", [], {"input_ids": []}, [[]], [[1, 2], []]], ids=repr)
-def test_f3_prompts_that_are_none(model, plain, prompt):
+def test_prompts_that_are_none(model, plain, prompt):
     with pytest.raises(PromptError):
         with model.trace(prompt, temperature=0.0):
             model.logits.save()
@@ -318,14 +316,14 @@ def test_f3_prompts_that_are_none(model, plain, prompt):
 
 
 @pytest.mark.engine
-def test_f3_a_prompt_longer_than_the_model_takes(engine, plain):
+def test_a_prompt_longer_than_the_model_takes(engine, plain):
     with pytest.raises(PromptError, match=r"600 (input )?tokens"):
         with engine.trace([5] * 600, temperature=0.0):
             engine.logits.save()
     check_clean_trace(engine, plain)
 
 
-def test_f3_traces_that_are_written_wrongly(model, plain):
+def test_traces_that_are_written_wrongly(model, plain):
     with pytest.raises(TraceError, match="needs a prompt"):
         with model.trace():
             pass
@@ -344,7 +342,7 @@ def test_f3_traces_that_are_written_wrongly(model, plain):
 
 
 @pytest.mark.engine
-def test_f3_sites_and_modules_outside_of_a_trace_say_how_to_reach_them(engine):
+def test_sites_and_modules_outside_of_a_trace_say_how_to_reach_them(engine):
     with pytest.raises(TraceError, match="only in a trace"):
         engine.layers_output[2]
     with pytest.raises(TraceError, match="only in a trace"):
@@ -354,7 +352,7 @@ def test_f3_sites_and_modules_outside_of_a_trace_say_how_to_reach_them(engine):
 
 
 @pytest.mark.engine
-def test_f3_what_cannot_be_sent_to_the_engine_is_named(engine, plain):
+def test_what_cannot_be_sent_to_the_engine_is_named(engine, plain):
     lock = threading.Lock()
     with pytest.raises(TraceError, match=r"cannot be sent to the engine.*lock"):
         with engine.trace(PARIS, temperature=0.0):
@@ -365,7 +363,7 @@ def test_f3_what_cannot_be_sent_to_the_engine_is_named(engine, plain):
     check_clean_trace(engine, plain)
 
 
-def test_f3_a_block_without_source_points_at_run(model, plain):
+def test_a_block_without_source_points_at_run(model, plain):
     """As at a prompt of Python: the code was never in a file. Nothing runs, and `model.run` does the same job."""
     names = {"model": model, "prompt": PARIS}
     code = compile("with model.trace(prompt, temperature=0.0):\n    h = model.logits.save()\n", "<string>", "exec")
@@ -375,30 +373,6 @@ def test_f3_a_block_without_source_points_at_run(model, plain):
     hidden, logits = model.run(names["fn"], PARIS, temperature=0.0)
     close(hidden, plain.run(PARIS).sites["resid_post", 2])
     close(logits, plain.run(PARIS).logits[-1:])
-
-
-@pytest.mark.slow
-def test_f3_python_c_points_at_run_or_works():
-    """`python -c` keeps its source from 3.13 on."""
-    script = f"""
-        from midstream import LanguageModel
-        from midstream.errors import SourceUnavailableError
-        model = LanguageModel({demo_model()!r})
-        try:
-            with model.trace({PARIS!r}, temperature=0.0):
-                token = model.samples.save()
-        except SourceUnavailableError as error:
-            print(error)
-            token = model.run(lambda m: m.samples, {PARIS!r}, temperature=0.0)
-        print(model.tokenizer.decode(token))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    *said, answer = done.stdout.splitlines()
-    assert answer == " Paris"
-    assert "model.run" in "".join(said) or sys.version_info >= (3, 13)
 
 
 _OUT_OF_RANGE = """
@@ -415,7 +389,7 @@ for edge in (lambda: model.logits[5000], lambda: model.samples[:, 3], lambda: mo
 """
 
 
-def test_f3_an_error_of_torchs_behind_the_layers_is_an_error_and_not_the_end_of_the_process(tmp_path) -> None:
+def test_an_error_of_torchs_behind_the_layers_is_an_error_and_not_the_end_of_the_process(tmp_path) -> None:
     """torch walks up the C stack for it. Seen killed by a segmentation fault with `body._at_stack_end` calling what it is given."""
     script = tmp_path / "script.py"
     script.write_text(_OUT_OF_RANGE)

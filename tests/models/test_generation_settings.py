@@ -22,7 +22,7 @@ PARIS = "The capital of France is"
 OWN = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.3}
 
 
-def test_p4_the_models_own_settings_count_as_in_transformers() -> None:
+def test_the_models_own_settings_count_as_in_transformers() -> None:
     """Those of sampling where tokens are sampled, and none in place of one that the caller gives."""
     assert sampling({}, 5, OWN) == {"max_tokens": 5, "temperature": 0.0, "repetition_penalty": 1.3}
     assert sampling({"do_sample": True}, 5, OWN) == {"max_tokens": 5, **OWN}
@@ -43,14 +43,14 @@ def test_p4_the_models_own_settings_count_as_in_transformers() -> None:
         ("num_beams", "no beam search"),
     ],
 )
-def test_p4_other_settings_are_refused_with_the_way_to_write_them(model: Any, name: str, text: str) -> None:
+def test_other_settings_are_refused_with_the_way_to_write_them(model: Any, name: str, text: str) -> None:
     with pytest.raises(ParameterError, match=f"{name}= is not a parameter here: .*{text}"):
         model.generate(PARIS, **{name: 3})
     with pytest.raises(ParameterError, match=f"{name}= is not a parameter here"):
         model.trace(PARIS, **{name: 3})
 
 
-def test_p4_strings_to_stop_at_by_transformers_name(model: Any, plain: Any) -> None:
+def test_strings_to_stop_at_by_transformers_name(model: Any, plain: Any) -> None:
     word = plain.tokenizer.decode(plain.generate(PARIS, 1)).strip()
     (output,) = model.generate(PARIS, max_new_tokens=4, stop_strings=[word])
     assert output.outputs[0].finish_reason == "stop" and len(output.outputs[0].token_ids) == 1
@@ -79,7 +79,7 @@ def own(request: pytest.FixtureRequest, penalizing: Path) -> Iterator[Any]:
 
 
 @pytest.mark.engine
-def test_p4_a_repetition_penalty_of_the_models_own_counts(own: Any, penalizing: Path) -> None:
+def test_a_repetition_penalty_of_the_models_own_counts(own: Any, penalizing: Path) -> None:
     """The oracle is transformers' generate with the same files. What a trace reads are the logits before the penalty."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,7 +108,7 @@ def test_p4_a_repetition_penalty_of_the_models_own_counts(own: Any, penalizing: 
     assert list(sampled) == expected, "top_k is 1"
 
 
-def test_p4_the_padding_of_a_batch_is_not_penalized(penalizing: Path) -> None:
+def test_the_padding_of_a_batch_is_not_penalized(penalizing: Path) -> None:
     """The short prompt is padded with the token that it makes likeliest."""
     model = LanguageModel(str(penalizing), dtype=torch.float32)
     long = "The Eiffel Tower is in the city of Paris, and the capital of France is"

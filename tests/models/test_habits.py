@@ -1,4 +1,4 @@
-"""Habits of nnsight's and transformers' users: what works, and messages that say what to write (rows J, P4); on both backends."""
+"""Habits of nnsight's and transformers' users: what works, and messages that say what to write (rows J, P4); on both backends. Row P5."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_unknown_call_in_a_source_lists_those_that_are_there(model: Any) -> N
             model.model.layers[3].source.nosuch.output.save()
 
 
-def test_p4_a_rename_that_names_nothing_warns(model: Any) -> None:
+def test_a_rename_that_names_nothing_warns(model: Any) -> None:
     with pytest.warns(UserWarning, match=r"no module of this model is called 'transformer\.h'.*model\.layers\.\*\.mlp"):
         LanguageModel(demo_model(), rename={"transformer.h": "blocks"})
     if not isinstance(model, LanguageModel):
@@ -107,7 +107,7 @@ def test_p4_a_rename_that_names_nothing_warns(model: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_p5_a_loop_over_more_steps_than_there_are_ends_with_the_request(model: Any, plain: Any, count: int) -> None:
+def test_a_loop_over_more_steps_than_there_are_ends_with_the_request(model: Any, plain: Any, count: int) -> None:
     """Code behind it runs, and has no step to read from."""
 
     def body(m: Any, tracer: Any) -> Any:

@@ -1,7 +1,7 @@
 """Plans on vLLM and on transformers: what they do, row by row (rows D1, D2, D4, D5, E1, E2, E9).
 
 Every test runs on both backends; what is expected comes from plain transformers with torch hooks (`oracle.py`) on the same
-weights, and from the formulas written out here.
+weights, and from the formulas written out here. Row L3.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from midstream.plan.values import Apply
 
 
 @pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
-def test_d1_a_steer_acts_in_its_phase(model: Any, plain: Plain, phase: str) -> None:
+def test_a_steer_acts_in_its_phase(model: Any, plain: Plain, phase: str) -> None:
     v = vector()
     (output,) = model.generate(
         FRANCE, plan=[Steer("resid_post", layers=[2, 5], vector=v, phase=phase), everything()], max_tokens=6, **GREEDY
@@ -60,7 +60,7 @@ def test_d1_a_steer_acts_in_its_phase(model: Any, plain: Plain, phase: str) -> N
     assert output.captures.positions["resid_post", 0] == list(range(P + 5))  # the last token is never fed back
 
 
-def test_l3_edits_at_some_of_the_generated_tokens(model: Any, plain: Plain) -> None:
+def test_edits_at_some_of_the_generated_tokens(model: Any, plain: Plain) -> None:
     """Several requests at once, one with a capture of these tokens, and beside plain ones."""
     v, w = vector(), vector(1)
     first = Steer("resid_post", layers=2, vector=v, phase="decode", positions=[0, 2])
@@ -104,7 +104,7 @@ def with_earlier(scale: float, count: int = 1) -> Program:
 
 
 @pytest.mark.parametrize("where", ["everywhere", "decode", "positions"])
-def test_l3_programs_with_earlier_values(model: Any, plain: Plain, where: str) -> None:
+def test_programs_with_earlier_values(model: Any, plain: Plain, where: str) -> None:
     """The values before the plan's own edits there; of one site or two, beside plain requests and others of the kind."""
     place: dict[str, Any] = {"everywhere": {}, "decode": {"phase": "decode"}, "positions": {"positions": [1, -1]}}[
         where
@@ -158,14 +158,14 @@ WRONG_INPUTS = [
 
 
 @pytest.mark.parametrize(("inputs", "said"), WRONG_INPUTS)
-def test_l3_inputs_that_are_not_there_in_time_are_refused(model: Any, inputs: Any, said: str) -> None:
+def test_inputs_that_are_not_there_in_time_are_refused(model: Any, inputs: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         plan = [Apply("resid_post", layers=3, program=with_earlier(0.5), inputs=inputs)]
         model.generate(FRANCE, plan=plan, **SHORT)
 
 
 @pytest.mark.parametrize("site", EDITABLE)
-def test_d1_every_site_is_steered(model: Any, plain: Plain, site: str) -> None:
+def test_every_site_is_steered(model: Any, plain: Plain, site: str) -> None:
     width = plain.run(FRANCE).sites[site, 3].flatten(1).shape[1]
     v = vector(1, 3.0, width)
     (output,) = model.generate(FRANCE, plan=[Steer(site, layers=3, vector=v, scale=2.0), everything()], **SHORT)
@@ -176,7 +176,7 @@ def test_d1_every_site_is_steered(model: Any, plain: Plain, site: str) -> None:
     differs(output.captures["resid_post", 7], plain.run(plain.ids(FRANCE) + ids[:-1]).sites["resid_post", 7])
 
 
-def test_d1_resid_mid_is_steered(model: Any, plain: Plain) -> None:
+def test_resid_mid_is_steered(model: Any, plain: Plain) -> None:
     """No module outputs it; what moves it is the same as moving attention's output."""
     v = vector(1)
     (output,) = model.generate(FRANCE, plan=[Steer("resid_mid", layers=3, vector=v), everything()], **SHORT)
@@ -186,7 +186,7 @@ def test_d1_resid_mid_is_steered(model: Any, plain: Plain) -> None:
     close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
 
 
-def test_d1_several_steers_add_up_and_norm_match_goes_by_each_tokens_own_norm(model: Any, plain: Plain) -> None:
+def test_several_steers_add_up_and_norm_match_goes_by_each_tokens_own_norm(model: Any, plain: Plain) -> None:
     a, b = vector(1), vector(2)
     steers = [
         Steer("resid_post", layers=4, vector=a),
@@ -212,7 +212,7 @@ def test_d1_several_steers_add_up_and_norm_match_goes_by_each_tokens_own_norm(mo
         Clamp("resid_post", direction=vector(3), low=-1e6, high=1e6),
     ],
 )
-def test_e1_what_changes_nothing_changes_no_bit(model: Any, nothing: Any) -> None:
+def test_what_changes_nothing_changes_no_bit(model: Any, nothing: Any) -> None:
     (plainly,) = model.generate(FRANCE, plan=everything(), max_tokens=4, **GREEDY)
     (output,) = model.generate(FRANCE, plan=[nothing, everything(when="after")], max_tokens=4, **GREEDY)
     assert tokens(output) == tokens(plainly)
@@ -223,7 +223,7 @@ def test_e1_what_changes_nothing_changes_no_bit(model: Any, nothing: Any) -> Non
 # ---------------------------------------------------------------------------------------------------- Patch and Clamp
 
 
-def test_e1_e9_patches_from_tensors_and_zeros(model: Any, plain: Plain) -> None:
+def test_patches_from_tensors_and_zeros(model: Any, plain: Plain) -> None:
     v = vector(4, 30.0)
     mask = torch.arange(HIDDEN) % 2 == 0
     plan = [
@@ -244,7 +244,7 @@ def test_e1_e9_patches_from_tensors_and_zeros(model: Any, plain: Plain) -> None:
         close(output.captures["resid_post", layer], ran.sites["resid_post", layer])
 
 
-def test_e1_a_patch_at_alpha_one_is_the_source_to_the_bit(model: Any) -> None:
+def test_a_patch_at_alpha_one_is_the_source_to_the_bit(model: Any) -> None:
     v = vector(5)
     plan = [
         Patch("resid_post", layer=2, position=1, source=v),
@@ -255,7 +255,7 @@ def test_e1_a_patch_at_alpha_one_is_the_source_to_the_bit(model: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
-def test_e2_the_blocks_true_output_is_patched(model: Any, plain: Plain, layer: int) -> None:
+def test_the_blocks_true_output_is_patched(model: Any, plain: Plain, layer: int) -> None:
     """vLLM's blocks return it in two parts, neither of which it is; behind the last one the final norm adds them."""
     source = plain.run(ITALY).sites["resid_post", layer]
     plan = [Patch("resid_post", layer=layer, position=p, source=source[p]) for p in (1, 3, 4)]
@@ -273,7 +273,7 @@ def test_e2_the_blocks_true_output_is_patched(model: Any, plain: Plain, layer: i
         differs(raw[1], stream)
 
 
-def test_e1_patches_at_one_place_are_made_in_their_order(model: Any) -> None:
+def test_patches_at_one_place_are_made_in_their_order(model: Any) -> None:
     a, b = vector(1), vector(2)
     plan = [
         Patch("resid_post", layer=2, position=1, source=a),
@@ -284,7 +284,7 @@ def test_e1_patches_at_one_place_are_made_in_their_order(model: Any) -> None:
     close(output.captures["resid_post", 2][0], 0.75 * a + 0.25 * b)
 
 
-def test_e1_e9_a_recorded_run_moves_the_answer(model: Any, plain: Plain) -> None:
+def test_a_recorded_run_moves_the_answer(model: Any, plain: Plain) -> None:
     """The fact sits at the subject through layer 3; patched there, France's capital is Rome."""
     run = model.record(ITALY, sites=["resid_post", "mlp_out"], name="italy")
     assert run.prompt_token_ids == tuple(plain.ids(ITALY)) and run.positions == (0, 1, 2, 3, 4)
@@ -305,7 +305,7 @@ def test_e1_e9_a_recorded_run_moves_the_answer(model: Any, plain: Plain) -> None
     model.runs.delete("italy")
 
 
-def test_e1_a_run_patched_into_itself_changes_no_bit(model: Any) -> None:
+def test_a_run_patched_into_itself_changes_no_bit(model: Any) -> None:
     run = model.record(FRANCE, sites=["resid_mid", "resid_post"])
     (plainly,) = model.generate(FRANCE, plan=everything(), max_tokens=4, **GREEDY)
     patches = [Patch(site, layer=3, position=[0, 1, 2, 3, 4], source=run) for site in ("resid_mid", "resid_post")]
@@ -316,7 +316,7 @@ def test_e1_a_run_patched_into_itself_changes_no_bit(model: Any) -> None:
     model.runs.delete(run.name)
 
 
-def test_e1_alpha_moves_the_answer_from_one_end_to_the_other(model: Any) -> None:
+def test_alpha_moves_the_answer_from_one_end_to_the_other(model: Any) -> None:
     run = model.record(ITALY, sites="resid_post", layers=3)
     alphas = [0.0, 0.25, 0.5, 0.75, 1.0]
     plans = [
@@ -334,7 +334,7 @@ def test_e1_alpha_moves_the_answer_from_one_end_to_the_other(model: Any) -> None
 
 
 @pytest.mark.parametrize(("low", "high", "strength"), [(0.0, 0.0, 1.0), (-1.0, 2.0, 1.0), (5.0, float("inf"), 0.5)])
-def test_d1_a_clamp_moves_only_what_lies_along_its_direction(
+def test_a_clamp_moves_only_what_lies_along_its_direction(
     model: Any, plain: Plain, low: float, high: float, strength: float
 ) -> None:
     direction = vector(6)
@@ -388,7 +388,7 @@ def test_order_at_one_site_is_capture_patch_steer_clamp_capture(model: Any, plai
         (Span("the"), None),
     ],
 )
-def test_d4_every_position_selector(model: Any, plain: Plain, positions: Any, rows: list[int] | None) -> None:
+def test_every_position_selector(model: Any, plain: Plain, positions: Any, rows: list[int] | None) -> None:
     (output,) = model.generate(
         EIFFEL, plan=Capture("mlp_in", layers=[0, 6], positions=positions), max_tokens=4, **GREEDY
     )
@@ -404,13 +404,13 @@ def test_d4_every_position_selector(model: Any, plain: Plain, positions: Any, ro
         assert output.captures["mlp_in", layer].dtype == torch.float32
 
 
-def test_d4_spans_are_the_tokens_that_overlap_the_text(plain: Plain) -> None:
+def test_spans_are_the_tokens_that_overlap_the_text(plain: Plain) -> None:
     """What the test above takes for granted of the tokenizer."""
     assert [plain.decode([token]) for token in plain.ids(EIFFEL)][2:4] == [" Tower", " is"]
 
 
 @pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "attn_in", "attn_out", "attn_z", "mlp_act", "mlp_out"])
-def test_d4_every_site_is_captured(model: Any, plain: Plain, site: str) -> None:
+def test_every_site_is_captured(model: Any, plain: Plain, site: str) -> None:
     (output,) = model.generate(EIFFEL, plan=Capture(site, positions="all_prompt"), max_tokens=1, **GREEDY)
     sites = plain.run(EIFFEL).sites
     assert len(output.captures) == LAYERS
@@ -418,7 +418,7 @@ def test_d4_every_site_is_captured(model: Any, plain: Plain, site: str) -> None:
         close(output.captures[site, layer], sites[site, layer].flatten(1))
 
 
-def test_d4_captures_of_different_rows_share_a_request(model: Any, plain: Plain) -> None:
+def test_captures_of_different_rows_share_a_request(model: Any, plain: Plain) -> None:
     plan = [
         Capture("resid_post", layers=[1, 3], positions="last_prompt"),
         Capture("resid_post", layers=3, positions=[0, 1]),
@@ -433,9 +433,7 @@ def test_d4_captures_of_different_rows_share_a_request(model: Any, plain: Plain)
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.bfloat16, "float64"])
-def test_d4_rows_come_in_the_dtype_that_a_capture_asks_for(
-    model: Any, plain: Plain, dtype: Any, tmp_path: Path
-) -> None:
+def test_rows_come_in_the_dtype_that_a_capture_asks_for(model: Any, plain: Plain, dtype: Any, tmp_path: Path) -> None:
     """On the output, in a directory and in a function; other captures of the request keep the model's."""
     wanted = getattr(torch, str(dtype).removeprefix("torch."))
     seen: list[torch.Tensor] = []
@@ -457,7 +455,7 @@ def test_d4_rows_come_in_the_dtype_that_a_capture_asks_for(
     torch.testing.assert_close(rows, stored["resid_post", 3], atol=0, rtol=0)
 
 
-def test_d4_a_number_that_the_captures_dtype_cannot_hold_is_an_error(model: Any, tmp_path: Path) -> None:
+def test_a_number_that_the_captures_dtype_cannot_hold_is_an_error(model: Any, tmp_path: Path) -> None:
     huge = Steer("resid_post", layers=3, vector=torch.full((model.hidden_size,), 1e6))
     capture = Capture("resid_post", layers=3, when="after", dtype="float16")
     for to in (None, tmp_path):
@@ -469,14 +467,14 @@ def test_d4_a_number_that_the_captures_dtype_cannot_hold_is_an_error(model: Any,
         Capture("resid_post", dtype="int8")
 
 
-def test_d4_nothing_generated_to_capture_is_an_empty_tensor(model: Any) -> None:
+def test_nothing_generated_to_capture_is_an_empty_tensor(model: Any) -> None:
     (output,) = model.generate(
         FRANCE, plan=Capture("resid_post", layers=2, positions="all_generated"), max_tokens=1, **GREEDY
     )
     assert output.captures["resid_post", 2].shape == (0, HIDDEN)
 
 
-def test_d4_without_a_capture_there_is_nothing_in_captures(model: Any) -> None:
+def test_without_a_capture_there_is_nothing_in_captures(model: Any) -> None:
     planned, plainly = model.generate(
         [FRANCE, ITALY], plan=[[Steer("resid_post", vector=vector())], None], max_tokens=1, **GREEDY
     )
@@ -488,7 +486,7 @@ def test_d4_without_a_capture_there_is_nothing_in_captures(model: Any) -> None:
 # -------------------------------------------------------------------------------------------- one batch, many carriers
 
 
-def test_d2_each_prompt_has_its_own_plan_and_no_other_sees_it(model: Any, plain: Plain) -> None:
+def test_each_prompt_has_its_own_plan_and_no_other_sees_it(model: Any, plain: Plain) -> None:
     prompts, v = [FRANCE, EIFFEL, FRANCE, ITALY], toward_rome(plain)
     baseline = model.generate(prompts, plan=everything(), max_tokens=6, **GREEDY)
     plans = [
@@ -507,7 +505,7 @@ def test_d2_each_prompt_has_its_own_plan_and_no_other_sees_it(model: Any, plain:
         close(outputs[index].captures["resid_post", 7], baseline[index].captures["resid_post", 7], 1e-5)
 
 
-def test_d1_the_models_own_plan_comes_before_a_requests_and_is_taken_away(model: Any, plain: Plain) -> None:
+def test_the_models_own_plan_comes_before_a_requests_and_is_taken_away(model: Any, plain: Plain) -> None:
     a, b = toward_rome(plain), vector(2)
     model.plan = Steer("resid_post", layers=5, vector=a)
     try:
@@ -527,7 +525,7 @@ def test_d1_the_models_own_plan_comes_before_a_requests_and_is_taken_away(model:
     assert tokens(model.generate(FRANCE, **SHORT)[0]) == plain.generate(FRANCE, 6) != ids
 
 
-def test_d1_named_vectors_with_a_scale_of_each_requests_own(model: Any, plain: Plain) -> None:
+def test_named_vectors_with_a_scale_of_each_requests_own(model: Any, plain: Plain) -> None:
     v = toward_rome(plain)
     model.vectors["truth"] = v
     try:
@@ -548,7 +546,7 @@ def test_d1_named_vectors_with_a_scale_of_each_requests_own(model: Any, plain: P
         del model.vectors["truth"]
 
 
-def test_d1_a_name_means_what_it_stands_for_when_the_request_is_made(model: Any, plain: Plain) -> None:
+def test_a_name_means_what_it_stands_for_when_the_request_is_made(model: Any, plain: Plain) -> None:
     """Also for what the prefix cache has of the prompt, which fills a block of it."""
     prompt = 20 * EIFFEL
     for turn, seed in enumerate((1, 2, 1)):
@@ -561,7 +559,7 @@ def test_d1_a_name_means_what_it_stands_for_when_the_request_is_made(model: Any,
     del model.vectors["it"]
 
 
-def test_d1_vectors_come_from_safetensors_files(model: Any, plain: Plain, tmp_path: Any) -> None:
+def test_vectors_come_from_safetensors_files(model: Any, plain: Plain, tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": vector(1, 40.0), "b": vector(2, 40.0).bfloat16()}, tmp_path / "v.safetensors")
@@ -578,7 +576,7 @@ def test_d1_vectors_come_from_safetensors_files(model: Any, plain: Plain, tmp_pa
 # ---------------------------------------------------------------------------------------------------- sinks (row D5)
 
 
-def test_d5_rows_go_to_the_output_a_directory_and_a_callable_at_once(model: Any, plain: Plain, tmp_path: Any) -> None:
+def test_rows_go_to_the_output_a_directory_and_a_callable_at_once(model: Any, plain: Plain, tmp_path: Any) -> None:
     seen: dict[tuple[str, str, int], dict[int, torch.Tensor]] = {}
 
     def see(request: str, site: str, layer: int, positions: list[int], rows: torch.Tensor) -> None:
@@ -599,7 +597,7 @@ def test_d5_rows_go_to_the_output_a_directory_and_a_callable_at_once(model: Any,
             assert torch.equal(torch.stack([called[p] for p in sorted(called)]), output.captures["resid_post", layer])
 
 
-def test_d5_rows_that_go_elsewhere_are_not_on_the_output(model: Any, tmp_path: Any) -> None:
+def test_rows_that_go_elsewhere_are_not_on_the_output(model: Any, tmp_path: Any) -> None:
     (output,) = model.generate(
         FRANCE, plan=Capture("resid_post", layers=2, to=str(tmp_path / "rows")), max_tokens=1, **GREEDY
     )
@@ -610,7 +608,7 @@ def test_d5_rows_that_go_elsewhere_are_not_on_the_output(model: Any, tmp_path: A
     )
 
 
-def test_d5_a_consumer_that_raises_fails_its_own_request_and_no_other(model: Any, plain: Plain) -> None:
+def test_a_consumer_that_raises_fails_its_own_request_and_no_other(model: Any, plain: Plain) -> None:
     def see(request: str, site: str, layer: int, positions: list[int], rows: torch.Tensor) -> None:
         if len(positions) == 8:
             raise RuntimeError("disk full")

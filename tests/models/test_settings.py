@@ -1,4 +1,4 @@
-"""Settings of an engine, and which vLLM it may be."""
+"""Settings of an engine, and which vLLM it may be. Rows D3, L5."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_midstreams_own_engine_arguments_cannot_be_taken():
 
 
 @pytest.mark.parametrize(("ranks", "kept"), [(1, False), (2, True), (None, True)])
-def test_l5_an_old_script_that_gives_graph_sites_is_told(ranks, kept):
+def test_an_old_script_that_gives_graph_sites_is_told(ranks, kept):
     """Without tensor parallelism the argument has no effect, also on the key of the compile cache."""
     told = pytest.warns(DeprecationWarning, match="Leave it out") if ranks != 2 else nullcontext()
     with told:
@@ -65,14 +65,14 @@ def test_l5_an_old_script_that_gives_graph_sites_is_told(ranks, kept):
         assert chosen_graph_sites(None, ranks) == ("resid_post",)
 
 
-def test_l5_all_sites_are_built_in_except_under_tensor_parallelism():
+def test_all_sites_are_built_in_except_under_tensor_parallelism():
     assert Settings(graph_sites=()).sites_in_graphs(1) == BUILDABLE
     assert Settings().sites_in_graphs(2) == ("resid_post",) and Settings(graph_sites=()).sites_in_graphs(2) == ()
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("site", ["mlp_in", "nowhere"])
-def test_d3_a_graph_site_that_cannot_be_built_in_is_said_before_anything_starts(site):
+def test_a_graph_site_that_cannot_be_built_in_is_said_before_anything_starts(site):
     """Also for an engine that does not compile. Seen failing where the workers alone looked, and those that compile."""
     from midstream import VLLM, engine_arguments
 

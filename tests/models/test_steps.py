@@ -1,4 +1,4 @@
-"""Traces over a generation: steps, samples, stopping, generating, standing edits (row F1), on both backends."""
+"""Traces over a generation: steps, samples, stopping, generating, standing edits (row F1), on both backends. Rows A4, P3, P5."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def direction() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", ["slice", "all"])
-def test_f1_iter_and_all_see_every_step(model, plain, form):
+def test_iter_and_all_see_every_step(model, plain, form):
     with model.trace(PARIS, max_tokens=5, temperature=0.0) as tracer:
         ids, hidden, steps = list().save(), list().save(), list().save()
         for step in tracer.iter[:] if form == "slice" else tracer.all():
@@ -40,7 +40,7 @@ def test_f1_iter_and_all_see_every_step(model, plain, form):
     close(torch.cat(hidden), whole)  # five of the prompt, then one a step
 
 
-def test_f1_parts_of_a_generation(model, plain):
+def test_parts_of_a_generation(model, plain):
     with model.trace(max_tokens=5, temperature=0.0) as tracer:
         some, one, two, moved = list().save(), list().save(), list().save(), list().save()
         with tracer.invoke(PARIS):
@@ -65,7 +65,7 @@ def test_f1_parts_of_a_generation(model, plain):
     assert [token_ids(o) for o in tracer.outputs] == [e] * 4
 
 
-def test_f1_edits_in_chosen_steps_of_one_of_two_prompts(model, plain):
+def test_edits_in_chosen_steps_of_one_of_two_prompts(model, plain):
     vector = direction()
     with model.trace(max_tokens=5, temperature=0.0) as tracer:
         with tracer.invoke(EIFFEL):
@@ -90,7 +90,7 @@ def test_f1_edits_in_chosen_steps_of_one_of_two_prompts(model, plain):
     close(torch.cat(logits), whole[length - 1 :])
 
 
-def test_f1_stop_ends_the_request_and_keeps_the_saves(model, plain):
+def test_stop_ends_the_request_and_keeps_the_saves(model, plain):
     with model.trace(PARIS, max_tokens=6, temperature=0.0) as tracer:
         ids = list().save()
         for step in tracer.iter[:]:
@@ -107,7 +107,7 @@ def test_f1_stop_ends_the_request_and_keeps_the_saves(model, plain):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
-def test_p5_a_requests_reason_says_who_has_ended_it(model, plain, max_tokens):
+def test_a_requests_reason_says_who_has_ended_it(model, plain, max_tokens):
     """The trace, also with what would have been the last token in any case; a string; a token; or the length."""
     expected = plain.generate(PARIS, 3)
     word = plain.tokenizer.decode(expected[:1]).strip()
@@ -132,7 +132,7 @@ def test_p5_a_requests_reason_says_who_has_ended_it(model, plain, max_tokens):
     assert reasons(reads, stop_token_ids=[expected[0]]) == ("stop", expected[0])
 
 
-def test_f1_logits_are_written(model, plain):
+def test_logits_are_written(model, plain):
     rome = plain.token(" Rome")
     with model.trace(max_tokens=3, temperature=0.0) as tracer:
         with tracer.invoke(EIFFEL):
@@ -144,7 +144,7 @@ def test_f1_logits_are_written(model, plain):
 
 
 @pytest.mark.parametrize("form", ["replaced", "in place"])
-def test_f1_samples_are_read_and_written(model, plain, form):
+def test_samples_are_read_and_written(model, plain, form):
     """The token that a trace writes is the token that the request goes on with, in this request alone.
 
     Seen failing on vLLM with the runner adapter handing a copy of the samples to the host.
@@ -170,7 +170,7 @@ def test_f1_samples_are_read_and_written(model, plain, form):
     assert others == token_ids(tracer.outputs[0]) == plain.generate(EIFFEL, 6)
 
 
-def test_f1_a_cache_over_several_steps_is_a_list_a_module(model, plain):
+def test_a_cache_over_several_steps_is_a_list_a_module(model, plain):
     with model.trace(PARIS, max_tokens=3, temperature=0.0) as tracer:
         cache = tracer.cache(modules=["model.layers.4.mlp"])
     outputs = cache.model.layers[4].mlp.output
@@ -179,7 +179,7 @@ def test_f1_a_cache_over_several_steps_is_a_list_a_module(model, plain):
     close(torch.cat([o.reshape(-1, 256) for o in outputs]), plain.run(ids).sites["mlp_out", 4])
 
 
-def test_f1_tracer_result_is_the_output_also_inside_the_body(model, plain):
+def test_tracer_result_is_the_output_also_inside_the_body(model, plain):
     with model.trace(PARIS, max_tokens=3, temperature=0.0) as tracer:
         out = tracer.result.save()
         hidden = model.layers_output[2].save()
@@ -188,7 +188,7 @@ def test_f1_tracer_result_is_the_output_also_inside_the_body(model, plain):
     assert torch.equal(tracer.result.saves["hidden"], hidden)
 
 
-def test_a4_a_list_made_above_the_invokes_has_what_all_of_them_put_in(model, plain):
+def test_a_list_made_above_the_invokes_has_what_all_of_them_put_in(model, plain):
     with model.trace(temperature=0.0) as tracer:
         shared, table = list().save(), dict().save()
         for name, prompt in [("p", PARIS), ("r", ROME), ("e", EIFFEL)]:
@@ -204,7 +204,7 @@ def test_a4_a_list_made_above_the_invokes_has_what_all_of_them_put_in(model, pla
 # -------------------------------------------------------------------------------------------------------- generating
 
 
-def test_f1_generate_as_a_call_and_as_a_context(model, plain):
+def test_generate_as_a_call_and_as_a_context(model, plain):
     outputs = model.generate([PARIS, plain.ids(EIFFEL)], max_tokens=4, temperature=0.0)
     assert [token_ids(o) for o in outputs] == [plain.generate(PARIS, 4), plain.generate(EIFFEL, 4)]
     single = model.generate(PARIS, max_new_tokens=2, temperature=0.0)
@@ -219,7 +219,7 @@ def test_f1_generate_as_a_call_and_as_a_context(model, plain):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_f1_generation_ends_at_a_string(model, plain, several):
+def test_generation_ends_at_a_string(model, plain, several):
     whole = plain.generate(EIFFEL, 12)
     texts = [plain.tokenizer.decode(whole[:n], skip_special_tokens=True) for n in range(13)]
     stop = "useum"  # the end of a word
@@ -233,7 +233,7 @@ def test_f1_generation_ends_at_a_string(model, plain, several):
     assert other.finish_reason == "length"
 
 
-def test_f1_edits_stay_on_the_model_until_they_are_cleared(model, plain):
+def test_edits_stay_on_the_model_until_they_are_cleared(model, plain):
     vector = direction()
     try:
         with model.edit("push", inplace=True):
@@ -281,7 +281,7 @@ def by_a_plan(model, tracer):
 
 @pytest.mark.parametrize("body", [in_the_forward, behind_the_step, by_a_plan])
 @pytest.mark.parametrize("stopped_at", [1, 3])
-def test_p3_a_stop_string_ends_a_trace_with_the_text(model, plain, body, stopped_at):
+def test_a_stop_string_ends_a_trace_with_the_text(model, plain, body, stopped_at):
     """Also where it ends inside of a token's text, and beside a request that goes on. Seen failing with one step more on vLLM."""
     expected, other = plain.generate(PARIS, 8), plain.generate(EIFFEL, 8)
     text = [plain.tokenizer.decode(expected[:n]) for n in range(9)]
@@ -300,7 +300,7 @@ def test_p3_a_stop_string_ends_a_trace_with_the_text(model, plain, body, stopped
         assert [each[0] for each in goes_on] == list(range(count))
 
 
-def test_p3_a_stop_string_counts_after_min_tokens_alone(model, plain):
+def test_a_stop_string_counts_after_min_tokens_alone(model, plain):
     if isinstance(model, LanguageModel):
         pytest.skip("it has no min_tokens")
     letter = plain.tokenizer.decode(plain.generate(PARIS, 1)).strip()[0]
@@ -312,7 +312,7 @@ def test_p3_a_stop_string_counts_after_min_tokens_alone(model, plain):
     assert seen == token_ids(output) and len(seen) > 3
 
 
-def test_p5_an_edit_in_the_place_of_another_says_so(model, plain):
+def test_an_edit_in_the_place_of_another_says_so(model, plain):
     """In place and in views; the first one does not."""
     v = direction()
     try:
@@ -335,7 +335,7 @@ def test_p5_an_edit_in_the_place_of_another_says_so(model, plain):
     close(logits, plain.run(PARIS, {("resid_post", 2): lambda h: h + v}).logits[-1:])
 
 
-def test_p5_an_edits_values_have_the_same_form_on_both(model, plain):
+def test_an_edits_values_have_the_same_form_on_both(model, plain):
     with model.edit("kept") as edited:
         kept = edited.layers_output[3][-1].save()  # noqa: F841
     for count in (1, 3):

@@ -64,7 +64,7 @@ def clear(model):
 
 
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
-def test_h1_every_cell_equals_transformers_with_hooks(model, plain, direction):
+def test_every_cell_equals_transformers_with_hooks(model, plain, direction):
     base, source = (CORRUPT, CLEAN) if direction == "denoising" else (CLEAN, CORRUPT)
     oracle = Oracle(plain, base, source, PAIR[2:])
     sites = ["resid_post", "mlp_out", "attn_out"]
@@ -77,7 +77,7 @@ def test_h1_every_cell_equals_transformers_with_hooks(model, plain, direction):
     clear(model)
 
 
-def test_h3_metrics_are_graded_by_token_id(model, plain):
+def test_metrics_are_graded_by_token_id(model, plain):
     def probability(answer, foil):
         return math.exp(answer) - math.exp(foil)
 
@@ -98,7 +98,7 @@ def test_h3_metrics_are_graded_by_token_id(model, plain):
     np.testing.assert_allclose(result.values["resid_post"][0], [cell[0] for cell in cells], **CLOSE)
 
 
-def test_h2_prompts_of_other_lengths_are_aligned_by_both_ends_and_the_middle_is_skipped(model, plain):
+def test_prompts_of_other_lengths_are_aligned_by_both_ends_and_the_middle_is_skipped(model, plain):
     clean, corrupt = "The capital of France is", "The capital of the country Italy is"
     base, source = plain.ids(corrupt), plain.ids(clean)
     assert len(base) > len(source)
@@ -125,7 +125,7 @@ def test_h2_prompts_of_other_lengths_are_aligned_by_both_ends_and_the_middle_is_
     assert result.summary.cells == 2 * (len(base) - len(skipped))
 
 
-def test_h2_alignment_of_token_ids():
+def test_alignment_of_token_ids():
     assert align([1, 2, 3], [4, 5, 6]) == [0, 1, 2]
     assert align([1, 2, 9, 3], [1, 2, 3]) == [0, 1, None, 2]
     assert align([1, 2, 3], [1, 2, 8, 9, 3]) == [0, 1, 4]
@@ -133,7 +133,7 @@ def test_h2_alignment_of_token_ids():
     assert align([5, 1], [6, 7, 1]) == [None, 2]
 
 
-def test_e8_positions_are_numbers_and_text_in_groups(model, plain):
+def test_positions_are_numbers_and_text_in_groups(model, plain):
     oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
     result = model.sweep(*PAIR, layers=[1, 5], positions=[Span("capital of"), " France", -1])
     groups = [[1, 2], [3], [4]]  # France stands in the clean prompt, and Italy has its place
@@ -148,7 +148,7 @@ def test_e8_positions_are_numbers_and_text_in_groups(model, plain):
     assert [column.label for column in named.outline.grid.columns] == ["subject", "last"]
 
 
-def test_h6_heads_are_patched_one_by_one(model, plain):
+def test_heads_are_patched_one_by_one(model, plain):
     oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
     result = model.sweep(*PAIR, sites="attn_z", heads="all", layers=[3, 4], positions=[-1])
     expected = [[[diff(oracle.cell("attn_z", [layer], [4], head=head))] for head in range(4)] for layer in (3, 4)]
@@ -156,7 +156,7 @@ def test_h6_heads_are_patched_one_by_one(model, plain):
     np.testing.assert_allclose(result.values["attn_z"], expected, **CLOSE)
 
 
-def test_h6_ablations_by_zeros_and_by_the_mean(model, plain):
+def test_ablations_by_zeros_and_by_the_mean(model, plain):
     sites = plain.run(CLEAN).sites
     for source in ("zeros", "mean"):
         rows = {
@@ -171,7 +171,7 @@ def test_h6_ablations_by_zeros_and_by_the_mean(model, plain):
         assert np.isnan(result.recovered["mlp_out"]).all()
 
 
-def test_h6_several_pairs_have_a_mean_a_standard_error_and_an_interval(model):
+def test_several_pairs_have_a_mean_a_standard_error_and_an_interval(model):
     pairs = [
         ("The capital of France is", "The capital of Italy is", " Paris", " Rome"),
         ("The capital of Spain is", "The capital of Germany is", " Madrid", " Berlin"),
@@ -189,7 +189,7 @@ def test_h6_several_pairs_have_a_mean_a_standard_error_and_an_interval(model):
     clear(model)
 
 
-def test_h4_the_noise_floor_is_that_of_the_baseline_and_of_identity_patches(model):
+def test_the_noise_floor_is_that_of_the_baseline_and_of_identity_patches(model):
     result = model.sweep(*PAIR)
     kinds = [noise.kind for noise in result.noise]
     assert kinds.count("baseline") == 2 and kinds.count("identity") == 6
@@ -200,7 +200,7 @@ def test_h4_the_noise_floor_is_that_of_the_baseline_and_of_identity_patches(mode
     assert (noise == (np.abs(values - result.baseline) <= result.noise_floor)).all()
 
 
-def test_h7_cells_come_one_by_one_and_leaving_the_loop_ends_the_sweep(model):
+def test_cells_come_one_by_one_and_leaving_the_loop_ends_the_sweep(model):
     stream = model.sweep(*PAIR, stream=True)
     seen = [cell for cell, _ in zip(stream, range(3), strict=False)]
     assert len(seen) == 3 and all(cell.value is not None for cell in seen)
@@ -210,7 +210,7 @@ def test_h7_cells_come_one_by_one_and_leaving_the_loop_ends_the_sweep(model):
     clear(model)
 
 
-def test_h7_a_figure_fills_while_cells_come(hf, monkeypatch):
+def test_a_figure_fills_while_cells_come(hf, monkeypatch):
     """IPython itself is not here: what it would show is counted."""
     pixels = []
 
@@ -231,7 +231,7 @@ def test_h7_a_figure_fills_while_cells_come(hf, monkeypatch):
     assert pixels == sorted(pixels) and pixels[0] == 1 and pixels[-1] == 40
 
 
-def test_h8_coarse_windows_come_first_and_then_the_best_cells(model, plain):
+def test_coarse_windows_come_first_and_then_the_best_cells(model, plain):
     result = model.sweep(*PAIR, coarse=(4, 2), best=1)
     oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
     windows = [[[0, 1], [2, 3], [4]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
@@ -246,7 +246,7 @@ def test_h8_coarse_windows_come_first_and_then_the_best_cells(model, plain):
     assert fine[layer, position] == pytest.approx(diff(oracle.cell("resid_post", [layer], [position])), abs=2e-3)
 
 
-def test_h9_results_are_saved_and_loaded_and_shown(model, tmp_path):
+def test_results_are_saved_and_loaded_and_shown(model, tmp_path):
     result = model.sweep(*PAIR)
     result.save(tmp_path / "sweep.npz")
     loaded = SweepResult.load(tmp_path / "sweep.npz")
@@ -264,7 +264,7 @@ def test_h9_results_are_saved_and_loaded_and_shown(model, tmp_path):
     assert "\x1b[" in result.show(colour=True)
 
 
-def test_h9_several_pairs_and_sites_are_shown(hf):
+def test_several_pairs_and_sites_are_shown(hf):
     prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
     result = hf.sweep(*prompts, " Paris", " Rome", sites=["resid_post", "mlp_out"], layers=[2, 5])
     frame = result.to_dataframe()
@@ -278,7 +278,7 @@ def test_h9_several_pairs_and_sites_are_shown(hf):
         result.plot()
 
 
-def test_h9_two_sweeps_are_subtracted_cell_by_cell(hf):
+def test_two_sweeps_are_subtracted_cell_by_cell(hf):
     prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
     one = hf.sweep(*prompts, " Paris", " Rome")
     two = hf.sweep(*prompts, " Paris", " Rome", source="zeros", direction="denoising")
@@ -307,7 +307,7 @@ def test_h9_two_sweeps_are_subtracted_cell_by_cell(hf):
         less.save("less.npz")
 
 
-def test_h9_the_interval_of_recovery_needs_no_second_sweep(hf):
+def test_the_interval_of_recovery_needs_no_second_sweep(hf):
     prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
     result = hf.sweep(*prompts, " Paris", " Rome", layers=[3])
     again = SweepResult(result.outline, "recovered")
@@ -317,7 +317,7 @@ def test_h9_the_interval_of_recovery_needs_no_second_sweep(hf):
     assert (found != result.interval()["resid_post"]).any()
 
 
-def test_h9_the_figure_is_white_at_the_baseline_and_its_bar_ends_at_cells(hf):
+def test_the_figure_is_white_at_the_baseline_and_its_bar_ends_at_cells(hf):
     for metric, direction in (("logit_diff", "denoising"), ("recovered", "noising")):
         result = hf.sweep(*PAIR, metric=metric, direction=direction)
         ax, values = result.plot(), result.values["resid_post"]
@@ -329,7 +329,7 @@ def test_h9_the_figure_is_white_at_the_baseline_and_its_bar_ends_at_cells(hf):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "mixtral"])
-def test_h9_cells_of_random_models_equal_hooks_on_the_layers(name, tmp_path_factory):
+def test_cells_of_random_models_equal_hooks_on_the_layers(name, tmp_path_factory):
     path = str(tiny_models.build(name, tmp_path_factory.getbasetemp()))
     model = LanguageModel(path, dtype=torch.float32)
     layers = model.module.transformer.h if name == "gpt2" else model.module.model.layers
@@ -363,7 +363,7 @@ def best_of_layer_4(result):
     return result.outline.grid.columns[column].label
 
 
-def test_h3_what_is_wrong_is_said_before_anything_runs(model):
+def test_what_is_wrong_is_said_before_anything_runs(model):
     for error, text, changed in (
         (PromptError, r"' Paris Rome' is 2 tokens", {"answer": " Paris Rome"}),
         (PromptError, "foil is ' Paris', the same token", {"foil": " Paris"}),

@@ -1,7 +1,7 @@
 """Traces on vLLM and on transformers: what they read, write and bring back (rows B1, B2, B3, B7, F1).
 
 Every test runs on both backends where the meaning is the same; what is expected comes from plain transformers with
-torch hooks (`oracle.py`) on the same weights.
+torch hooks (`oracle.py`) on the same weights. Rows A9, L1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = 8
 # ------------------------------------------------------------------------------------------------- standard accessors
 
 
-def test_b1_every_accessor_at_every_layer_equals_transformers(model, plain):
+def test_every_accessor_at_every_layer_equals_transformers(model, plain):
     with model.trace(EIFFEL, temperature=0.0):
         embedded = model.token_embeddings.save()
         seen = dict().save()
@@ -53,7 +53,7 @@ def test_b1_every_accessor_at_every_layer_equals_transformers(model, plain):
     assert sampled.tolist() == [plain.token(" Paris")]
 
 
-def test_b1_accessors_are_read_layer_by_layer_also_by_slices(model, plain):
+def test_accessors_are_read_layer_by_layer_also_by_slices(model, plain):
     with model.trace(EIFFEL, temperature=0.0):
         some = list(model.layers_output[2:7:2]).save()
     with model.trace(EIFFEL, temperature=0.0):
@@ -69,7 +69,7 @@ def test_b1_accessors_are_read_layer_by_layer_also_by_slices(model, plain):
             model.layers_output[2:4] = 0
 
 
-def test_b2_inputs_are_hidden_states_and_never_positions(model):
+def test_inputs_are_hidden_states_and_never_positions(model):
     with model.trace(EIFFEL, temperature=0.0):
         into_layer = model.layers_input[1].save()
         into_attention = model.attentions_input[1].save()
@@ -77,7 +77,7 @@ def test_b2_inputs_are_hidden_states_and_never_positions(model):
         assert value.dtype == torch.float32 and value.shape == (8, 256)
 
 
-def test_b3_a_layers_output_is_the_next_ones_input_bit_for_bit(model):
+def test_a_layers_output_is_the_next_ones_input_bit_for_bit(model):
     with model.trace(MARY, temperature=0.0):
         outputs, inputs = list().save(), list().save()
         for i in range(7):
@@ -91,7 +91,7 @@ def test_b3_a_layers_output_is_the_next_ones_input_bit_for_bit(model):
 @pytest.mark.parametrize(
     "site", ["resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "attn_z", "mlp_in", "mlp_act", "mlp_out"]
 )
-def test_b3_what_is_written_to_a_site_is_what_the_model_goes_on_with(model, plain, site):
+def test_what_is_written_to_a_site_is_what_the_model_goes_on_with(model, plain, site):
     """On vLLM the residual sites are sums of two streams; the setter leaves the sum equal to what was set."""
     baseline = plain.run(EIFFEL)
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_b3_what_is_written_to_a_site_is_what_the_model_goes_on_with(model, plai
 
 @pytest.mark.filterwarnings("ignore:.*did not return them")
 @pytest.mark.parametrize("forward", [True, False])
-def test_l1_what_shares_memory_does_so_in_a_trace(model, plain, forward):
+def test_what_shares_memory_does_so_in_a_trace(model, plain, forward):
     """And cached functions are there. Seen failing on the engine: only the tensor itself was changed; the function could not be sent."""
     weights = torch.ones(256)
     array, part = weights.numpy(), weights[:128]
@@ -253,7 +253,7 @@ ASSIGNED = {
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("body", ASSIGNED)
-def test_a9_changes_of_what_was_assigned_count_as_of_what_a_hook_returned(model, plain, body, grad):
+def test_changes_of_what_was_assigned_count_as_of_what_a_hook_returned(model, plain, body, grad):
     """Seen failing on both: they were made to the caller's tensor, of which the model had a copy."""
     want = plain.run(EIFFEL, {("resid_post", 3): ASSIGNED[body]})
     other = plain.run(PARIS, {("resid_post", 3): ASSIGNED[body]})
@@ -272,7 +272,7 @@ def test_a9_changes_of_what_was_assigned_count_as_of_what_a_hook_returned(model,
     differs(logits, plain.run(EIFFEL).logits[-1:])
 
 
-def test_a9_changes_of_an_assigned_module_value_count(model, plain):
+def test_changes_of_an_assigned_module_value_count(model, plain):
     def fn(m):
         in_forward(m)
         h = m.model.layers[3].mlp.output * 2
@@ -292,7 +292,7 @@ def test_a9_changes_of_an_assigned_module_value_count(model, plain):
     assert token.tolist() == [7]
 
 
-def test_a9_changes_of_what_was_assigned_count_in_every_step(model, plain):
+def test_changes_of_what_was_assigned_count_in_every_step(model, plain):
     def fn(m, tracer):
         tokens = []
         for _ in tracer.iter[:]:
@@ -305,7 +305,7 @@ def test_a9_changes_of_what_was_assigned_count_in_every_step(model, plain):
     assert model.run(fn, EIFFEL, max_tokens=4, temperature=0.0) == expected
 
 
-def test_a9_what_was_assigned_is_read_again(hf):
+def test_what_was_assigned_is_read_again(hf):
     """And what is read in place of a vector for all tokens follows it."""
 
     def fn(m):
@@ -325,7 +325,7 @@ def test_a9_what_was_assigned_is_read_again(hf):
     assert same and followed and raw and torch.equal(read, (3 * V).expand_as(read))
 
 
-def test_a9_in_inference_mode_changes_of_what_was_assigned_count(hf, plain):
+def test_in_inference_mode_changes_of_what_was_assigned_count(hf, plain):
     """Its tensors do not count their changes. Seen failing with an error for each read."""
     for body, edit in ASSIGNED.items():
 
@@ -338,7 +338,7 @@ def test_a9_in_inference_mode_changes_of_what_was_assigned_count(hf, plain):
         close(logits.clone(), plain.run(EIFFEL, {("resid_post", 3): edit}).logits[-1:])
 
 
-def test_a9_what_was_assigned_and_what_was_read_in_its_place_are_not_both_changed(model):
+def test_what_was_assigned_and_what_was_read_in_its_place_are_not_both_changed(model):
     """They are one tensor for a hook, and cannot be if the site has another shape."""
 
     def fn(m):
@@ -355,7 +355,7 @@ def test_a9_what_was_assigned_and_what_was_read_in_its_place_are_not_both_change
 
 
 @pytest.mark.parametrize("site", ["token_embeddings", "final_norm"])
-def test_b1_the_sites_outside_the_layers_are_written_too(model, plain, site):
+def test_the_sites_outside_the_layers_are_written_too(model, plain, site):
     name = "embed" if site == "token_embeddings" else site
 
     def fn(m, attribute=site):
@@ -368,7 +368,7 @@ def test_b1_the_sites_outside_the_layers_are_written_too(model, plain, site):
     differs(logits, plain.run(EIFFEL).logits[-1:])
 
 
-def test_b1_project_on_vocab_is_the_logit_lens(model, plain):
+def test_project_on_vocab_is_the_logit_lens(model, plain):
     with model.trace(EIFFEL, temperature=0.0):
         early = model.project_on_vocab(model.layers_output[4]).save()
         late = model.project_on_vocab(model.layers_output[7]).save()
@@ -379,7 +379,7 @@ def test_b1_project_on_vocab_is_the_logit_lens(model, plain):
     close(late, expected.logits)
 
 
-def test_b1_steer_adds_at_layers_and_positions(model, plain):
+def test_steer_adds_at_layers_and_positions(model, plain):
     torch.manual_seed(1)
     vector = torch.randn(256)
     with model.trace(EIFFEL, temperature=0.0):
@@ -395,7 +395,7 @@ def test_b1_steer_adds_at_layers_and_positions(model, plain):
     close(here, plain.run(EIFFEL, {("resid_post", 6): lambda h: h + at_two * vector}).logits[-1:])
 
 
-def test_b1_skip_layers(model, plain):
+def test_skip_layers(model, plain):
     with model.trace(EIFFEL, temperature=0.0):
         model.skip_layers(2, 4)
         after = model.layers_output[4].save()
@@ -410,7 +410,7 @@ def test_b1_skip_layers(model, plain):
 # ------------------------------------------------------------------------------------------------------- any module
 
 
-def test_f1_output_input_and_inputs_of_raw_modules(model, plain):
+def test_output_input_and_inputs_of_raw_modules(model, plain):
     with model.trace(EIFFEL, temperature=0.0):
         args, kwargs = model.model.layers[3].mlp.inputs
         given = (args[0] if args else kwargs["x"]).save()
@@ -423,7 +423,7 @@ def test_f1_output_input_and_inputs_of_raw_modules(model, plain):
 
 
 @pytest.mark.engine
-def test_f1_vllm_modules_return_what_vllm_computes(engine, plain):
+def test_vllm_modules_return_what_vllm_computes(engine, plain):
     """Fused projections and streams are seen as they are: gate and up side by side, q, k and v too; a pair of streams."""
     with engine.trace(EIFFEL, temperature=0.0):
         qkv = engine.model.layers[3].self_attn.qkv_proj.output.save()
@@ -440,7 +440,7 @@ def test_f1_vllm_modules_return_what_vllm_computes(engine, plain):
     close(hidden + residual, sites["resid_post", 3])
 
 
-def test_f1_a_modules_output_and_input_are_written(model, plain):
+def test_a_modules_output_and_input_are_written(model, plain):
     with model.trace(EIFFEL, temperature=0.0):
         model.model.layers[2].mlp.input = model.model.layers[2].mlp.input * 0.25
         model.model.layers[4].mlp.output = torch.zeros_like(model.model.layers[4].mlp.output)
@@ -450,7 +450,7 @@ def test_f1_a_modules_output_and_input_are_written(model, plain):
     differs(logits, plain.run(EIFFEL).logits[-1:])
 
 
-def test_f1_skip_replaces_a_module_for_this_request_alone(model, plain):
+def test_skip_replaces_a_module_for_this_request_alone(model, plain):
     with model.trace(temperature=0.0) as tracer:
         with tracer.invoke(PARIS):
             neighbour = model.logits.save()
@@ -462,7 +462,7 @@ def test_f1_skip_replaces_a_module_for_this_request_alone(model, plain):
     close(neighbour, plain.run(PARIS).logits[-1:])
 
 
-def test_f1_source_reads_and_writes_calls_inside_a_forward(model, plain):
+def test_source_reads_and_writes_calls_inside_a_forward(model, plain):
     names = str(model.run(lambda m: str(m.model.layers[3].mlp.source), EIFFEL))
     assert "self_down_proj_0" in names and "def forward" in names
     with model.trace(EIFFEL, temperature=0.0):
@@ -474,7 +474,7 @@ def test_f1_source_reads_and_writes_calls_inside_a_forward(model, plain):
     close(logits, plain.run(EIFFEL, {("mlp_act", 3): lambda h: h * 0.5}).logits[-1:])
 
 
-def test_f1_cache_holds_what_modules_return(model, plain):
+def test_cache_holds_what_modules_return(model, plain):
     with model.trace(EIFFEL, temperature=0.0) as tracer:
         everything = tracer.cache()
         model.layers_output[5] *= 0.5
@@ -498,7 +498,7 @@ def test_print_shows_the_tree_with_shapes(model):
 # ---------------------------------------------------------------------------------------------------------- invokes
 
 
-def test_f1_prompts_as_text_token_ids_and_tokenizer_output(model, plain):
+def test_prompts_as_text_token_ids_and_tokenizer_output(model, plain):
     ids = plain.ids(EIFFEL)
     with model.trace(temperature=0.0) as tracer:
         got = list().save()
@@ -517,7 +517,7 @@ def test_f1_prompts_as_text_token_ids_and_tokenizer_output(model, plain):
         close(logits, plain.run(ids).logits[-1:])
 
 
-def test_f1_of_several_prompts_each_invoke_has_its_own_rows_and_only_one_is_edited(model, plain):
+def test_of_several_prompts_each_invoke_has_its_own_rows_and_only_one_is_edited(model, plain):
     """Rows of different lengths in one batch, the edited one in the middle.
 
     Seen failing with `FlatRows.start` always 0 (hidden states off by 1850), and with the request ids that are given to
@@ -545,7 +545,7 @@ def test_f1_of_several_prompts_each_invoke_has_its_own_rows_and_only_one_is_edit
     differs(second, plain.run(PARIS).logits[-1:])
 
 
-def test_f1_barrier_carries_an_activation_from_one_prompt_to_another(model, plain):
+def test_barrier_carries_an_activation_from_one_prompt_to_another(model, plain):
     with model.trace(temperature=0.0) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(ROME):
@@ -568,7 +568,7 @@ def test_f1_barrier_carries_an_activation_from_one_prompt_to_another(model, plai
     )  # the subject's activation carries the answer through layer 3
 
 
-def test_f1_an_invokes_variable_is_read_by_the_next_one(model, plain):
+def test_an_invokes_variable_is_read_by_the_next_one(model, plain):
     """One-trace activation patching: no barrier is needed where the value is used after it was read."""
     with model.trace(temperature=0.0) as tracer:
         with tracer.invoke(ROME):
@@ -582,7 +582,7 @@ def test_f1_an_invokes_variable_is_read_by_the_next_one(model, plain):
     close(patched, expected)
 
 
-def test_f1_an_invoke_may_have_sampling_parameters_of_its_own(model, plain):
+def test_an_invoke_may_have_sampling_parameters_of_its_own(model, plain):
     if type(model).__name__ == "LanguageModel":
         pytest.skip(
             "one generate call of transformers has one set of parameters; the refusal is in test_language_model"
@@ -601,7 +601,7 @@ def test_f1_an_invoke_may_have_sampling_parameters_of_its_own(model, plain):
 # -------------------------------------------------------------------------------------------------- the function form
 
 
-def test_f1_run_is_the_same_without_a_with_block(model, plain):
+def test_run_is_the_same_without_a_with_block(model, plain):
     def fn(m, tracer):
         m.layers_output[2] *= 0.5
         return {"hidden": m.layers_output[5], "all": [m.logits, 7]}

@@ -31,8 +31,8 @@ def transformers_as_it_was() -> Iterator[None]:
     tiny_models.restore_transformers()
 
 
-# The first of these has the sums of falcon, the second the experts of qwen2_moe and the ranks of cohere.
-REPEATED = {"falcon_two_norms", "mixtral"}
+# `unit/test_full_tensors.py` has falcon's sums, and cohere the ranks of mixtral.
+REPEATED = {"falcon", "falcon_two_norms", "mixtral"}
 
 
 @pytest.mark.parametrize(

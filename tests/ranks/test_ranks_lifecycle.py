@@ -27,9 +27,9 @@ def kill_worker(script: Client, title: str) -> None:
     ("sizes", "mode", "when", "killed"),
     [
         ("pp2", "async", "waiting", "PP1"),
-        ("tp2", "sync", "waiting", "TP0"),
-        ("tp2", "async", "running", "TP1"),
         ("pp2", "sync", "running", "core"),  # vLLM does not wake the caller by itself
+        pytest.param("tp2", "sync", "waiting", "TP0", marks=pytest.mark.matrix),
+        pytest.param("tp2", "async", "running", "TP1", marks=pytest.mark.matrix),
         pytest.param("pp2", "sync", "running", "PP0", marks=pytest.mark.matrix),
         pytest.param("pp2", "async", "running", "core", marks=pytest.mark.matrix),
     ],
@@ -54,7 +54,8 @@ def test_a_killed_worker_ends_the_engine_with_a_clear_error(
     assert not script.sockets()
 
 
-@pytest.mark.parametrize("sizes", ["pp2", pytest.param("tp2", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # tests/engine/test_lifecycle.py has the same on one rank
+@pytest.mark.parametrize("sizes", ["pp2", "tp2"])
 def test_a_killed_client_takes_all_ranks_with_it(client: Callable[..., Client], sizes: str) -> None:
     script = client("kill", sizes)
     script.wait_for("first")
@@ -66,6 +67,7 @@ def test_a_killed_client_takes_all_ranks_with_it(client: Callable[..., Client], 
     assert script.lets_go_of(segments)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sizes", ["pp2", "tp2"])
 def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client], sizes: str) -> None:
     """A trace and a plan that captures, on a KV cache too small for them: each rank computes again what was dropped, with its edits."""

@@ -15,16 +15,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Two stages of two ranks have all that either has alone. Saves, errors and plans have tests of their own on several ranks, in
-# test_pipeline.py, test_tensor_parallel.py and test_plans_ranks.py.
+# Saves, errors, plans and tensor-parallel ranks have tests of their own, in test_pipeline.py, test_tensor_parallel.py and
+# test_plans_ranks.py.
 CASES = [(sizes, suite) for sizes in ranks.SIZES for suite in ranks.SUITES]
-ALWAYS = [("pp2tp2", "steps"), ("pp2tp2", "behind")]
+ALWAYS = [("pp2", "shared engine")]
 
 
 @pytest.mark.parametrize(
     ("sizes", "suite"), [pytest.param(*case, marks=[] if case in ALWAYS else pytest.mark.matrix) for case in CASES]
 )
-def test_c1_d7_suites_of_one_rank_pass_on_several(sizes: str, suite: str, request: pytest.FixtureRequest) -> None:
+def test_suites_of_one_rank_pass_on_several(sizes: str, suite: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--ranks") is not None:
         pytest.skip("it is what --ranks does")
     options = ["-q", "-x", "--ranks", sizes, "-k", "not hf", "-p", "no:cacheprovider", "--timeout=300"]

@@ -1,4 +1,4 @@
-"""Engines on vLLM's stock Ray executors (C12, D7), with Ray started by the tests: one node, and two with addresses of their own."""
+"""Engines on vLLM's stock Ray executors (C12, D7), with Ray started by the tests: one node, and two with addresses of their own. Row D8."""
 
 from __future__ import annotations
 
@@ -102,10 +102,9 @@ PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 engines = pytest.mark.parametrize(
     "run",
     [
-        pytest.param((ONE, {}, TP), id="tp2"),
-        pytest.param(
-            (TWO, APART, PP), id="pp2-two-nodes", marks=pytest.mark.matrix
-        ),  # the next one has two stages, too
+        pytest.param((ONE, {}, TP), id="tp2", marks=pytest.mark.matrix),
+        pytest.param((TWO, APART, PP), id="pp2-two-nodes", marks=pytest.mark.matrix),
+        # It has what the others have.
         pytest.param((TWO_OF_TWO, APART, {**PP, **TP}), id="pp2tp2-two-nodes"),
     ],
     indirect=True,
@@ -113,7 +112,7 @@ engines = pytest.mark.parametrize(
 
 
 @engines
-def test_c12_plans_and_traces_on_ray_are_as_in_transformers(
+def test_plans_and_traces_on_ray_are_as_in_transformers(
     run: dict[str, Any], plain: Plain, request: pytest.FixtureRequest
 ) -> None:
     nodes = request.node.callspec.params["run"][0]
@@ -139,7 +138,8 @@ def test_c12_plans_and_traces_on_ray_are_as_in_transformers(
         assert trace["ids"][step] == int(ran.logits[-1].argmax())
 
 
-def test_d8_the_older_ray_executor_is_refused() -> None:
+@pytest.mark.matrix  # tests/unit/test_unsupported.py has the refusal without Ray
+def test_the_older_ray_executor_is_refused() -> None:
     """It calls the model runner itself: plans and traces would do nothing."""
     import ray
 

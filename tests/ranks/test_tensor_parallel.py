@@ -28,7 +28,6 @@ pytestmark = pytest.mark.engine
 
 EIFFEL = "The Eiffel Tower is in the city of"
 PARIS = "The capital of France is"
-ROME = "The capital of Italy is"
 LAYER = 3
 
 
@@ -71,7 +70,7 @@ def _outputs(plain: Plain, prompt: str, *paths: str) -> list[torch.Tensor]:
     return [seen[path][0] for path in paths]
 
 
-def test_c12_modules_values_are_whole(tp2: VLLM, plain: Plain) -> None:
+def test_modules_values_are_whole(tp2: VLLM, plain: Plain) -> None:
     """Column, row, fused, embedding, attention, activation: every leaf is laid out as on one rank."""
 
     def read(model: Any) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def test_c12_modules_values_are_whole(tp2: VLLM, plain: Plain) -> None:
     close(seen["gate_up"], torch.cat([gate, up], -1))
 
 
-def test_c12_sites_are_whole(tp2: VLLM, plain: Plain) -> None:
+def test_sites_are_whole(tp2: VLLM, plain: Plain) -> None:
     """attn_z and mlp_act at every layer, the residual stream, logits, probabilities and the logit lens."""
 
     def read(model: Any) -> Any:
@@ -140,7 +139,7 @@ SITE_EDITS = {"attn_z": _negated_head, "mlp_act": _negated_neurons}
 
 @pytest.mark.parametrize("site", SITE_EDITS)
 @pytest.mark.parametrize("replace", [False, True], ids=["in place", "replaced"])
-def test_c12_what_is_written_to_a_site_is_what_the_model_goes_on_with(
+def test_what_is_written_to_a_site_is_what_the_model_goes_on_with(
     tp2: VLLM, plain: Plain, site: str, replace: bool
 ) -> None:
     edit = SITE_EDITS[site]
@@ -162,7 +161,7 @@ def test_c12_what_is_written_to_a_site_is_what_the_model_goes_on_with(
     close(tp2.run(write, EIFFEL, temperature=0.0), expected)
 
 
-def test_c12_writes_to_modules_are_cut(tp2: VLLM, plain: Plain) -> None:
+def test_writes_to_modules_are_cut(tp2: VLLM, plain: Plain) -> None:
     """Fused, row-parallel and replicated leaves: in place and by replacement, each against transformers' own module."""
     inner = f"model.layers.{LAYER}"
     heads_of_value = slice(-8, None)
@@ -211,49 +210,7 @@ def test_c12_writes_to_modules_are_cut(tp2: VLLM, plain: Plain) -> None:
         close(tp2.run(body, EIFFEL, temperature=0.0), logits[-1:])
 
 
-def test_c12_each_invoke_of_a_batch_has_its_own_rows(tp2: VLLM, plain: Plain) -> None:
-    """Several bodies at one point share a gather; one of them writes."""
-    prompts = [EIFFEL, PARIS, ROME]
-    with tp2.trace(temperature=0.0) as tracer:
-        zs, acts, logits = list().save(), list().save(), list().save()
-        for number, prompt in enumerate(prompts):
-            with tracer.invoke(prompt):
-                z = tp2.attn_z[LAYER]
-                if number == 1:
-                    z[:, 0] = 0
-                zs.append(z.clone())
-                acts.append(tp2.model.layers[LAYER].mlp.act_fn.output.clone())
-                logits.append(tp2.logits.clone())
-
-    def cut_head(value: torch.Tensor) -> torch.Tensor:
-        value.unflatten(-1, (plain.heads, -1))[:, 0] = 0
-        return value
-
-    for number, prompt in enumerate(prompts):
-        ran = plain.run(prompt, {("attn_z", LAYER): cut_head} if number == 1 else None)
-        close(zs[number], ran.sites["attn_z", LAYER])
-        close(acts[number], ran.sites["mlp_act", LAYER])
-        close(logits[number], ran.logits[-1:])
-
-
-def test_c12_over_many_tokens(tp2: VLLM, plain: Plain) -> None:
-    """A head is cut in every step of a generation."""
-
-    def cut_head(value: torch.Tensor) -> torch.Tensor:
-        value.unflatten(-1, (plain.heads, -1))[:, 1] = 0
-        return value
-
-    with tp2.trace(EIFFEL, max_tokens=5, temperature=0.0, ignore_eos=True) as tracer:
-        tokens, shapes = list().save(), list().save()
-        for _ in tracer.iter[:]:
-            tp2.attn_z[LAYER][:, 1] = 0
-            shapes.append(tuple(tp2.mlp_act[LAYER].shape))
-            tokens.append(int(tp2.samples))
-    assert tokens == plain.generate(EIFFEL, 5, {("attn_z", LAYER): cut_head})
-    assert [shape[0] for shape in shapes[1:]] == [1] * 4
-
-
-def test_c12_modules_are_applied_to_whole_values(tp2: VLLM, plain: Plain) -> None:
+def test_modules_are_applied_to_whole_values(tp2: VLLM, plain: Plain) -> None:
     """`module(value)` takes and gives what the module would on one rank."""
 
     def apply(model: Any) -> Any:
@@ -270,7 +227,7 @@ def test_c12_modules_are_applied_to_whole_values(tp2: VLLM, plain: Plain) -> Non
         close(gate_up, torch.cat([mlp.gate_proj(out), mlp.up_proj(out)], -1))
 
 
-def test_c12_shapes_are_checked_against_the_whole(tp2: VLLM) -> None:
+def test_shapes_are_checked_against_the_whole(tp2: VLLM) -> None:
     def write(model: Any) -> None:
         act = model.mlp_act[LAYER]
         model.mlp_act[LAYER] = act[:, : act.shape[-1] // 2].clone()
@@ -345,7 +302,7 @@ DIVERGING = (
 
 
 @pytest.mark.parametrize("body", DIVERGING, ids=lambda body: body.__name__)
-def test_c12_a_body_that_diverges_is_told_and_the_engine_goes_on(tp2: VLLM, plain: Plain, body: Any) -> None:
+def test_a_body_that_diverges_is_told_and_the_engine_goes_on(tp2: VLLM, plain: Plain, body: Any) -> None:
     """DivergedError at the client within seconds; its neighbour in the batch, and the next trace, are right."""
     began = time.monotonic()
     with pytest.raises(DivergedError, match="tensor-parallel rank"), tp2.trace(temperature=0.0) as tracer:
@@ -359,7 +316,7 @@ def test_c12_a_body_that_diverges_is_told_and_the_engine_goes_on(tp2: VLLM, plai
     close(tp2.run(lambda m: m.mlp_act[LAYER].clone(), PARIS, temperature=0.0), plain.run(PARIS).sites["mlp_act", LAYER])
 
 
-def test_c12_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
+def test_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
     """Whatever is drawn decides what is read, in several bodies and steps: no body diverges, and none is like another."""
     tp2.engine.collective_rpc("use_own_seed")
     with tp2.trace(max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
@@ -373,7 +330,8 @@ def test_c12_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
     assert len(set(drawn)) == 8
 
 
-def test_c10_nothing_grows(tp2: VLLM) -> None:
+@pytest.mark.matrix  # test_pipeline.py has the same on two stages
+def test_nothing_grows(tp2: VLLM) -> None:
     """200 requests that read sharded sites whole."""
 
     def read(model: Any, tracer: Any) -> Any:

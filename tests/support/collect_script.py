@@ -54,9 +54,16 @@ def main(mode: str, directory: Path) -> None:
     rows, log = directory / "rows", (directory / "ended").open("w")
     if mode == "hf":
         return on_transformers(rows, log)
-    from engines import start_spawned as start
+    from forked import forked
 
     note_ends(log)
+    with forked(server=False):
+        on_vllm(mode, rows)
+
+
+def on_vllm(mode: str, rows: Path) -> None:
+    from engines import start_spawned as start
+
     if mode == "stock":
         import vllm
         from engines import ENGINE

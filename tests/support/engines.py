@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
 RANKS: dict[str, int] = {}  # what `--ranks` makes of every engine
+STARTS: list[tuple[float, str]] = []  # seconds, the test that caused the start, and the engine's arguments
+
+
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Add the start within the block to the list that ends the tests' output."""
+    began, test = time.monotonic(), os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+    yield
+    STARTS.append((time.monotonic() - began, f"{test}: {what}"))
 
 
 def start(**arguments: Any) -> VLLM:
@@ -32,7 +43,9 @@ def start_spawned(**arguments: Any) -> VLLM:
     """The same with processes as users have them, for tests of how engines begin and end."""
     from midstream import VLLM, demo_model
 
-    return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
+    arguments = {**RANKS, **arguments}
+    with timed(" ".join(f"{name}={value}" for name, value in arguments.items())):
+        return VLLM(demo_model(), **{**ENGINE, **arguments})
 
 
 def ask_workers(model: VLLM | Remote, method: str, *args: Any) -> list[Any]:

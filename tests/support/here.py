@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ENGINE, start
+from engines import ENGINE, start, timed
 
 from midstream import VLLM, demo_model
 from midstream.engine.launch import engine_arguments
@@ -58,7 +58,7 @@ def start_stock(*, plugin: bool = True, plan: Any = None, **arguments: Any) -> I
     from vllm import LLM
 
     with _one_thread():
-        with _in_this_process():
+        with _in_this_process(), timed("vllm.LLM"):
             own = engine_arguments(plan=plan) if plugin else {}
             llm = LLM(demo_model(), **{**ENGINE, **arguments}, **own)
         yield llm
@@ -78,10 +78,6 @@ def submit(llm: Any, prompts: list[Any], plans: list[Any], **params: Any) -> lis
 def settle(llm: Any) -> None:
     """One more step."""
     submit(llm, ["."], [None], max_tokens=1)
-
-
-def tokens(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
 
 
 def values(output: Any) -> list[tuple[int, dict[int, float]]]:

@@ -1,10 +1,16 @@
-"""Limits on time and memory that a busy machine does not break."""
+"""Limits on time and memory that a busy machine does not break, and on the examples of a property."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+
+
+def examples(count: int) -> int:
+    """How many examples Hypothesis tries of a property: all of them with `./test all`, else a quarter."""
+    return count if os.environ.get("MIDSTREAM_EXAMPLES") == "all" else max(20, count // 4)
 
 
 def least(measure: Callable[[], float], limit: float, attempts: int = 5) -> float:
@@ -40,3 +46,10 @@ def assert_flat(window: Callable[[], Sequence[Mapping[str, int]]], megabytes: fl
 def _least_growth(process: Sequence[Mapping[str, int]]) -> int:
     """Of a process's memory from one window to the next."""
     return min(after["memory"] - before["memory"] for before, after in itertools.pairwise(process))
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

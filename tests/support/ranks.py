@@ -31,18 +31,13 @@ NOT_APPLICABLE = {
 
 # All that traces and plans do on one rank. Engines that compile, and those of single tests, by `./test --ranks`.
 SUITES = {
-    "steps": [
-        "tests/models/test_traces.py",
-        "tests/models/test_steps.py",
+    "shared engine": ["tests/models/test_traces.py", "tests/models/test_steps.py", "tests/engine/test_behind.py"],
+    "own engines": [
         "tests/engine/test_prefix_and_chunks.py",
         "tests/engine/test_async.py",
+        "tests/engine/test_held_weights.py",
     ],
-    "behind": ["tests/engine/test_behind.py", "tests/engine/test_held_weights.py"],
-    "results": [
-        "tests/models/test_saves.py",
-        "tests/models/test_errors.py",
-        "tests/models/test_plans.py",
-    ],
+    "results": ["tests/models/test_saves.py", "tests/models/test_errors.py", "tests/models/test_plans.py"],
 }
 
 

@@ -43,6 +43,7 @@ from capture_tools import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from limits import examples
 from safetensors.torch import load_file
 
 from midstream.capture import directory as directory_module
@@ -54,7 +55,7 @@ from midstream.errors import CaptureError, NotCapturedError
 
 
 @given(data=st.data(), dtype=st.sampled_from(list(BITS)), count=st.integers(1, 12), shard_rows=st.integers(1, 30))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_read_is_what_was_captured(tmp_path_factory, data, dtype, count, shard_rows):
     """D5: bf16, fp16 and fp32 keep every bit, however requests are cut, mixed and spread over shards."""
     directory = tmp_path_factory.mktemp("store")

@@ -36,6 +36,7 @@ from capture_tools import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import converted, routes
@@ -56,7 +57,7 @@ def no_thread_left():
 
 
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_cut_in_any_order_gives_the_same_tensors(data, dtype):
     """D4: stages with layouts of their own, each cut at random, some rows beyond the stop."""
     positions = sorted(data.draw(st.sets(st.integers(0, 40), max_size=25)))
@@ -93,7 +94,7 @@ def test_taken_tensors_share_no_memory_with_the_rows(planes, pieces):
 
 
 @given(data=st.data(), count=st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_doubled_row_is_an_error_and_so_is_a_missing_one(data, count):
     """D4: no row lost, none twice, whatever the cut."""
     whole = segment("r", range(count), A, C)
@@ -135,7 +136,7 @@ SELECTORS = st.one_of(
     generated=st.integers(1, 6),
     chosen=st.lists(SELECTORS, min_size=1, max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_selector_takes_its_rows_and_no_others(data, prompt, generated, chosen):
     """D4: the union of several captures of one site; rows that other sinks asked for are left out."""
     captures = [Capture("resid_post", layers=[1], positions=positions) for positions in chosen]
@@ -259,7 +260,7 @@ def test_rows_of_two_dtypes_are_refused():
 
 
 @given(data=st.data(), prompt=st.integers(1, 8), generated=st.integers(1, 8), overshoot=st.integers(0, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_what_is_given_is_received(data, prompt, generated, overshoot):
     """D5: several requests and consumers at once, rows cut and mixed at random; rows past the stop reach nobody."""
     one, two = Recorder(), Recorder()
@@ -781,7 +782,7 @@ def test_wrong_options_fail_the_request(installed, options):
     sinks.close()
 
 
-def test_d4_an_infinite_number_does_not_hide_another_that_is_too_large() -> None:
+def test_an_infinite_number_does_not_hide_another_that_is_too_large() -> None:
     infinite = torch.tensor([[float("inf"), 1.0]])
     assert torch.equal(converted(infinite, "float16", "it"), infinite.half())
     with pytest.raises(CaptureError, match=r"it: 1e\+06 is too large for float16"):

@@ -1,4 +1,4 @@
-"""Captured rows from the channel to what is on the output, without an engine: rows D4, D7, F3 and F7."""
+"""Captured rows from the channel to what is on the output, without an engine: rows D4, D7, F3 and F7. Row I1."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_d4_rows_are_taken_while_the_engine_runs(channel: Any, stages: int, is_async: bool) -> None:
+def test_rows_are_taken_while_the_engine_runs(channel: Any, stages: int, is_async: bool) -> None:
     here = channel("all_prompt", requests=3, stages=stages)
 
     async def run() -> None:
@@ -161,7 +161,7 @@ def test_d4_rows_are_taken_while_the_engine_runs(channel: Any, stages: int, is_a
     assert not channel.threads()
 
 
-def test_d4_generated_rows_wait_for_the_end(channel: Any) -> None:
+def test_generated_rows_wait_for_the_end(channel: Any) -> None:
     """Rows that asynchronous scheduling computed past the end are left out."""
     here = channel("all", requests=2)
 
@@ -177,7 +177,7 @@ def test_d4_generated_rows_wait_for_the_end(channel: Any) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(channel: Any, is_async: bool) -> None:
+def test_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(channel: Any, is_async: bool) -> None:
     here = channel("all", requests=3)
     ran: list[tuple[int, int, bool]] = []
 
@@ -210,7 +210,7 @@ def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(chann
     assert len(ran) == 2
 
 
-def test_f3_a_call_that_ends_early_waits_for_no_rows(channel: Any) -> None:
+def test_a_call_that_ends_early_waits_for_no_rows(channel: Any) -> None:
     """Some rows of one request have come, and it has not ended."""
     here = channel("all_prompt", requests=2)
 
@@ -227,7 +227,7 @@ def test_f3_a_call_that_ends_early_waits_for_no_rows(channel: Any) -> None:
     assert not channel.threads()
 
 
-def test_f3_a_sink_that_takes_long_is_no_lack_of_rows(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_takes_long_is_no_lack_of_rows(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing where only whole messages count as progress."""
     monkeypatch.setattr(stream, "RESULT_SECONDS", 0.2)
     here = channel("all")
@@ -250,7 +250,7 @@ def test_f3_a_sink_that_takes_long_is_no_lack_of_rows(channel: Any, monkeypatch:
     ("sent", "message"),
     [([0, 1, 2, 2, 3, 4], "position 2 came more than once"), ([0, 1, 3, 4], r"1 row did not come (position 2)")],
 )
-def test_d4_a_row_that_is_there_twice_or_not_at_all_is_that_requests_error(
+def test_a_row_that_is_there_twice_or_not_at_all_is_that_requests_error(
     channel: Any, sent: list[int], message: str
 ) -> None:
     here = channel("all_prompt", requests=2)
@@ -267,7 +267,7 @@ def test_d4_a_row_that_is_there_twice_or_not_at_all_is_that_requests_error(
     asyncio.run(run())
 
 
-def test_f3_an_engine_that_dies_is_told_of(channel: Any) -> None:
+def test_an_engine_that_dies_is_told_of(channel: Any) -> None:
     here = channel("all_prompt", requests=2)
 
     async def run() -> None:
@@ -283,7 +283,7 @@ def test_f3_an_engine_that_dies_is_told_of(channel: Any) -> None:
     asyncio.run(run())
 
 
-def test_f3_rows_that_do_not_come_are_not_waited_for_forever(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_come_are_not_waited_for_forever(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "RESULT_SECONDS", 0.1)
     here = channel("all_prompt", requests=2)
 

@@ -28,19 +28,19 @@ def installed() -> metadata.Distribution:
         pytest.skip("midstream is not installed here, only on the path")
 
 
-def test_a6_serving_extra_is_declared(installed: metadata.Distribution) -> None:
+def test_serving_extra_is_declared(installed: metadata.Distribution) -> None:
     needed = [line for line in installed.requires or [] if 'extra == "serve"' in line.replace("'", '"')]
     names = {line.split(";")[0].split("[")[0].split(">")[0].split("<")[0].strip() for line in needed}
     assert {"vllm", "fastapi", "uvicorn"} <= names
     assert {"serve", "vllm", "cpu", "plot", "dev"} <= set(installed.metadata.get_all("Provides-Extra") or ())
 
 
-def test_a6_program_is_declared(installed: metadata.Distribution) -> None:
+def test_program_is_declared(installed: metadata.Distribution) -> None:
     (script,) = [e for e in installed.entry_points if e.group == "console_scripts"]
     assert (script.name, script.load()) == ("midstream", cli.main)
 
 
-def test_a6_program_is_on_path_and_runs(installed: metadata.Distribution) -> None:
+def test_program_is_on_path_and_runs(installed: metadata.Distribution) -> None:
     result = run("version")
     assert (result.returncode, result.stderr) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError
@@ -47,7 +48,7 @@ def through(*sent: Any, size: int = 1 << 20) -> list[Any]:
     return [value for i in range(0, len(data), size) for value in reader.feed(data[i : i + size])]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(values, min_size=1, max_size=3), st.integers(1, 50))
 def test_any_structure_in_pieces_of_any_size(sent: list[Any], size: int) -> None:
     found = through(*sent, size=size)

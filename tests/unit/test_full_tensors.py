@@ -1,6 +1,6 @@
 """Full tensors under tensor parallelism, without an engine (requirements C10, C12).
 
-Layouts in closed form, the agreement of the ranks, random numbers.
+Layouts in closed form, the agreement of the ranks, random numbers. Row A9.
 """
 
 from __future__ import annotations
@@ -499,7 +499,7 @@ def test_a_site_with_heads_is_full(rank: int) -> None:
 @pytest.mark.parametrize("as_site", [True, False])
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("rank", range(4))
-def test_a9_changes_of_what_was_assigned_are_written_and_kept(rank: int, inference: bool, as_site: bool) -> None:
+def test_changes_of_what_was_assigned_are_written_and_kept(rank: int, inference: bool, as_site: bool) -> None:
     """C12: on every rank, and again after a preemption. Seen failing with a copy of the tensor."""
     here = Rank(rank)
     binding = Binding("proj", "input", (0, 0), heads=(8, D))
@@ -526,7 +526,7 @@ def test_a9_changes_of_what_was_assigned_are_written_and_kept(rank: int, inferen
     assert torch.equal(again.leaf((0, 0)), expected)
 
 
-def test_a9_the_value_of_a_neighbouring_row_may_be_assigned() -> None:
+def test_the_value_of_a_neighbouring_row_may_be_assigned() -> None:
     """It begins where the site's own value begins. Seen failing: it was taken for that value, and nothing was written."""
     tree = torch.arange(12.0).reshape(4, 3)
     event, binding = Event(("layer", "output"), tree), Binding("layer", "output", ())

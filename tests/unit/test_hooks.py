@@ -21,7 +21,7 @@ def installers(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda path: str(path.relative_to(SRC)))
-def test_k4_no_other_file_installs_hooks(path: Path) -> None:
+def test_no_other_file_installs_hooks(path: Path) -> None:
     found = installers(path.read_text())
     assert bool(found) == (path.name == "hooks.py" and path.parent == SRC), found
 
@@ -37,7 +37,7 @@ def test_k4_no_other_file_installs_hooks(path: Path) -> None:
         "setattr(module, 'forward', f)",
     ],
 )
-def test_k4_the_check_finds_each_way_to_install_a_hook(line: str) -> None:
+def test_the_check_finds_each_way_to_install_a_hook(line: str) -> None:
     assert installers(line) == [line]
 
 

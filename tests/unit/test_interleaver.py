@@ -1,4 +1,4 @@
-"""Bodies in turns with the forward of a toy model, without an engine: who is resumed when, and in what order."""
+"""Bodies in turns with the forward of a toy model, without an engine: who is resumed when, and in what order. Rows C4, C14, D7, F1."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def steps() -> Steps:
     return Steps()
 
 
-def test_c4_a_barrier_that_opens_while_a_party_is_preempted_opens_for_it_when_it_is_back(steps: Steps) -> None:
+def test_a_barrier_that_opens_while_a_party_is_preempted_opens_for_it_when_it_is_back(steps: Steps) -> None:
     barrier = Barrier(2)
 
     def first(model: Any, tracer: Any) -> Any:
@@ -87,7 +87,7 @@ def test_c4_a_barrier_that_opens_while_a_party_is_preempted_opens_for_it_when_it
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-def test_c4_what_a_barrier_frees_too_late_is_out_of_order(steps: Steps, preempted: bool) -> None:
+def test_what_a_barrier_frees_too_late_is_out_of_order(steps: Steps, preempted: bool) -> None:
     barrier = Barrier(2)
 
     def first(model: Any) -> Any:
@@ -105,7 +105,7 @@ def test_c4_what_a_barrier_frees_too_late_is_out_of_order(steps: Steps, preempte
     assert isinstance(one.failure, OutOfOrderError)
 
 
-def test_c14_a_step_that_is_broken_off_leaves_no_skip_behind(steps: Steps) -> None:
+def test_a_step_that_is_broken_off_leaves_no_skip_behind(steps: Steps) -> None:
     steps.add("one", lambda model: model.layers[1].skip(torch.zeros(2, 4)))
     steps.model.layers[1].forward = lambda x: 1 / 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
@@ -118,7 +118,7 @@ def test_c14_a_step_that_is_broken_off_leaves_no_skip_behind(steps: Steps) -> No
 
 
 @pytest.mark.parametrize("end", ["it runs on", "it is dropped"])
-def test_f1_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -> None:
+def test_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -> None:
     """Seen failing where a body was dropped: what it put back as it unwound was what the engine's sampler went on with."""
 
     def seeds(model: Any, tracer: Any) -> Any:
@@ -150,7 +150,7 @@ def test_f1_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -
     ],
 )
 @pytest.mark.parametrize("end", ["dropped", "failed", "gone on with"])
-def test_f1_a_body_that_is_ended_outside_of_the_forward_leaves_the_modes_there(
+def test_a_body_that_is_ended_outside_of_the_forward_leaves_the_modes_there(
     steps: Steps, mode: Callable[[], Any], end: str
 ) -> None:
     """Seen failing: gradients were off for whatever its thread did next."""
@@ -171,7 +171,7 @@ def test_f1_a_body_that_is_ended_outside_of_the_forward_leaves_the_modes_there(
     assert body.done and Modes.now() == before
 
 
-def test_f1_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> None:
+def test_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> None:
     """A body that takes it off where it is on, and goes on where it is not. Seen failing: it was on for the rest of the forward."""
     inside, forward = [], steps.model.layers[0].forward
 
@@ -197,7 +197,7 @@ def test_f1_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> Non
     assert one.done and one.result.values["return"] == torch.float32 and inside == [True] and Modes.now() == before
 
 
-def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
+def test_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
     """Their bodies' last words may be collective, and two processes need not list a set of strings alike."""
     pytest.importorskip("vllm")
     from midstream.runtime.sending import Reports

@@ -1,4 +1,4 @@
-"""Bodies that only keep rows (row L1): which rows their plan captures, and what they give in the caller's process."""
+"""Bodies that only keep rows (row L1): which rows their plan captures, and what they give in the caller's process. Rows L2, L4."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def kept(fn, count=3, most=None):
     return outcome(fn, count, most).values[RETURNED]
 
 
-def test_l1_only_the_rows_that_are_kept_are_captured():
+def test_only_the_rows_that_are_kept_are_captured():
     """`checked` compares the values, too."""
 
     def last_of_prompt(model):
@@ -123,7 +123,7 @@ def test_l1_only_the_rows_that_are_kept_are_captured():
         assert given.reason is None and not given.edits
 
 
-def test_l4_what_can_be_computed_from_rows_is_captured():
+def test_what_can_be_computed_from_rows_is_captured():
     """`checked` compares the values: the plan's programs compute them from the rows of a plain run."""
 
     def two_sites(model):
@@ -237,7 +237,7 @@ def test_l4_what_can_be_computed_from_rows_is_captured():
         assert given.tier is Tier.CLIENT, (body.__name__, given.tier, given.reason)
 
 
-def test_l4_results_at_one_value_are_one_program():
+def test_results_at_one_value_are_one_program():
     def body(model, tracer):
         rows = []
         for _ in tracer.iter[:]:
@@ -250,7 +250,7 @@ def test_l4_results_at_one_value_are_one_program():
     assert len(capture.program.results) == 3 and captured(given) == {("resid_post", 1): EACH_LAST}
 
 
-def test_l4_a_request_that_ends_early_has_its_own_results():
+def test_a_request_that_ends_early_has_its_own_results():
     def body(model, tracer):
         return [model.layers_output[1][-1].sum() for _ in tracer.iter[:]]
 
@@ -262,7 +262,7 @@ def test_l4_a_request_that_ends_early_has_its_own_results():
     assert [value.item() for value in outcome_.values[RETURNED]] == [1 + LENGTH - 1 + i for i in range(3)]
 
 
-def test_l4_other_values_with_fewer_steps_are_an_error():
+def test_other_values_with_fewer_steps_are_an_error():
     """The code of a request of three steps keeps what no program of the one of six computes. Which it would be is not known before."""
 
     def body(model, tracer):
@@ -278,7 +278,7 @@ def test_l4_other_values_with_fewer_steps_are_an_error():
         given.client_trace(LENGTH).outcome(steps(3, 1, LENGTH - 1))
 
 
-def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
+def test_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
     def two_kinds(model):
         return model.layers_output[1], model.layers_output[2][-1]
 
@@ -342,7 +342,7 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
 
 
 @pytest.mark.parametrize("how", ["prints", "stops"])
-def test_l2_a_body_that_prints_or_stops_is_not_left_to_the_caller(how):
+def test_a_body_that_prints_or_stops_is_not_left_to_the_caller(how):
     def prints(model):
         print("here")
         return model.layers_output[1][-1]
@@ -357,7 +357,7 @@ def test_l2_a_body_that_prints_or_stops_is_not_left_to_the_caller(how):
     assert found({"prints": prints, "stops": stops}[how]).tier is Tier.BEHIND
 
 
-def test_l1_each_step_has_its_rows():
+def test_each_step_has_its_rows():
     def body(model, tracer):
         return [(step, model.layers_output[1], model.layers_output[-1]) for step in tracer.iter[:]]
 
@@ -368,7 +368,7 @@ def test_l1_each_step_has_its_rows():
     assert all(early[:, 0].eq(1).all() and late[:, 0].eq(3).all() for _, early, late in rows)
 
 
-def test_l1_a_request_that_ends_early_gives_what_its_code_gives_for_as_many_steps():
+def test_a_request_that_ends_early_gives_what_its_code_gives_for_as_many_steps():
     def body(model, tracer):
         rows = [model.layers_output[1][-1] for _ in tracer.iter[:]]
         return len(rows), rows
@@ -377,7 +377,7 @@ def test_l1_a_request_that_ends_early_gives_what_its_code_gives_for_as_many_step
     assert count == 2 and [row[:2].tolist() for row in rows] == [[1, 4], [1, 5]]
 
 
-def test_l1_a_request_that_ends_before_a_step_that_its_code_asks_for_is_an_error():
+def test_a_request_that_ends_before_a_step_that_its_code_asks_for_is_an_error():
     def body(model, tracer):
         return [model.layers_output[1][-1] for _ in tracer.iter[[0, 3]]]
 
@@ -386,7 +386,7 @@ def test_l1_a_request_that_ends_before_a_step_that_its_code_asks_for_is_an_error
     assert kept(body, count=4)[1][:2].tolist() == [1, LENGTH + 2]
 
 
-def test_l2_a_value_that_counts_steps_is_that_of_the_steps_which_the_request_had():
+def test_a_value_that_counts_steps_is_that_of_the_steps_which_the_request_had():
     def body(model, tracer):
         count = 0
         for _ in tracer.iter[:]:
@@ -399,7 +399,7 @@ def test_l2_a_value_that_counts_steps_is_that_of_the_steps_which_the_request_had
     assert given.reads_nothing and [end(nothing, steps).values["return"] for steps in (6, 3, 1)] == [6, 3, 1]
 
 
-def test_l1_what_is_saved_twice_is_two_tensors():
+def test_what_is_saved_twice_is_two_tensors():
     def body(model):
         h = model.layers_output[1][-1]
         return h, h, model.layers_output[1][-1]
@@ -410,7 +410,7 @@ def test_l1_what_is_saved_twice_is_two_tensors():
     assert len({each.data_ptr() for each in (first, *others)}) == 3
 
 
-def test_l1_a_saved_tensor_that_is_kept_twice_stays_one():
+def test_a_saved_tensor_that_is_kept_twice_stays_one():
     def body(model):
         row = save(model.layers_output[1][-1])
         rows = save([row, row])
@@ -423,7 +423,7 @@ def test_l1_a_saved_tensor_that_is_kept_twice_stays_one():
     assert second[1].eq(0).all() == (first[0] is second[1])
 
 
-def test_l1_rows_are_saved_without_those_beside_them():
+def test_rows_are_saved_without_those_beside_them():
     def body(model, tracer):
         return [model.layers_output[1][-1] for _ in tracer.iter[:]]
 
@@ -434,7 +434,7 @@ def test_l1_rows_are_saved_without_those_beside_them():
     assert alone is None and len(file.getvalue()) == len(other.getvalue())
 
 
-def test_l1_each_request_has_tensors_of_its_own():
+def test_each_request_has_tensors_of_its_own():
     def body(model, tracer):
         return [model.layers_output[2][-1] for _ in tracer.iter[:]]
 
@@ -447,7 +447,7 @@ def test_l1_each_request_has_tensors_of_its_own():
             row.zero_()
 
 
-def test_l1_a_read_in_the_wrong_order_runs_in_the_forward_which_has_the_error():
+def test_a_read_in_the_wrong_order_runs_in_the_forward_which_has_the_error():
     def layers(model):
         return model.layers_output[2][-1], model.layers_output[1][-1]
 
@@ -468,7 +468,7 @@ def test_l1_a_read_in_the_wrong_order_runs_in_the_forward_which_has_the_error():
         assert found(body).tier is Tier.FORWARD, body.__name__
 
 
-def test_l1_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, monkeypatch):
+def test_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, monkeypatch):
     (tmp_path / "module_of_a_kept_row.py").write_text(
         "LAYER = 1\n\n\ndef probe(model):\n    return model.layers_output[LAYER][-1]\n"
     )
@@ -479,7 +479,7 @@ def test_l1_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, mon
     assert given.client_trace(LENGTH).outcome(steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
 
 
-def test_l1_a_standing_edit_is_not_left_to_the_caller():
+def test_a_standing_edit_is_not_left_to_the_caller():
     def reads(model):
         return model.layers_output[1][-1]
 

@@ -1,4 +1,4 @@
-"""The results of the pipeline stages are merged into those of one GPU (C9), with the structure as the oracle."""
+"""The results of the pipeline stages are merged into those of one GPU (C9), with the structure as the oracle. Rows C8, C14."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.ranks import merge
@@ -95,9 +96,9 @@ def split(tree: Any, stages: set[int], draw: Any) -> dict[int, Any]:
     return {s: copy.deepcopy(tree) if s in real else absent() for s in stages}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data(), st.dictionaries(st.text(min_size=1, max_size=3), TREES, max_size=3), st.integers(2, 4))
-def test_c9_any_splitting_of_any_structure_gives_it_back(data: Any, values: dict[str, Any], count: int) -> None:
+def test_any_splitting_of_any_structure_gives_it_back(data: Any, values: dict[str, Any], count: int) -> None:
     """C9: real over absent, containers by position and key, classes kept; and whatever the order of the stages."""
     parts = {name: split(tree, set(range(count)), data.draw) for name, tree in values.items()}
     each = [pickle.loads(pickle.dumps({name: parts[name][s] for name in values})) for s in range(count)]
@@ -111,7 +112,7 @@ def test_c9_any_splitting_of_any_structure_gives_it_back(data: Any, values: dict
 # Lists and names.
 
 
-def test_c9_a_saved_list_takes_each_entry_from_the_stage_that_has_it() -> None:
+def test_a_saved_list_takes_each_entry_from_the_stage_that_has_it() -> None:
     """C9: lists by union."""
     first = {"hs": [torch.zeros(2), absent(1), absent(2)], "a": torch.ones(1), "b": absent(7)}
     last = {"hs": [absent(0), torch.ones(2), torch.full((2,), 2.0)], "a": absent(0), "b": torch.zeros(1)}
@@ -125,19 +126,19 @@ def test_c9_a_saved_list_takes_each_entry_from_the_stage_that_has_it() -> None:
     )
 
 
-def test_c9_values_absent_on_every_stage_are_left_out() -> None:
+def test_values_absent_on_every_stage_are_left_out() -> None:
     """C9: the name is left out. Inside a container the position stays and names the missing value."""
     merged = merged_values([{"h": absent(3), "hs": [absent(3), 1]}, {"h": absent(3), "hs": [absent(3), absent(4)]}])
     assert merged == {"hs": [absent(3), 1]}
     assert "model.layers.3.output" in repr(merged["hs"][0])
 
 
-def test_c9_a_name_that_one_stage_has_is_kept() -> None:
+def test_a_name_that_one_stage_has_is_kept() -> None:
     """C9: names by union."""
     assert merged_values([{"a": 1}, {"b": 2}]) == {"a": 1, "b": 2}
 
 
-def test_c9_containers_keep_their_classes() -> None:
+def test_containers_keep_their_classes() -> None:
     """C9: NamedTuple kept; likewise deques, ordered dicts, sets and objects, and what they share."""
     shared = [1, absent()]
     first = {
@@ -163,7 +164,7 @@ def test_c9_containers_keep_their_classes() -> None:
     assert merged["l"] == [[1, 2], [1, 2]] and merged["l"][0] is merged["l"][1]
 
 
-def test_c9_model_outputs_and_containers_that_contain_themselves_merge() -> None:
+def test_model_outputs_and_containers_that_contain_themselves_merge() -> None:
     """C9: transformers' outputs are dicts with attributes."""
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -182,7 +183,7 @@ def test_c9_model_outputs_and_containers_that_contain_themselves_merge() -> None
     assert merged["loop"][:2] == [1, 2] and merged["loop"][2] is merged["loop"]
 
 
-def test_c9_classes_that_the_trace_defines_merge_by_name() -> None:
+def test_classes_that_the_trace_defines_merge_by_name() -> None:
     """C9: each stage runs the class statement itself, so the classes are different objects."""
 
     def of_a_stage(value: Any) -> Any:
@@ -224,7 +225,7 @@ def test_c9_classes_that_the_trace_defines_merge_by_name() -> None:
     ],
 )
 @pytest.mark.parametrize("where", [lambda x: x, lambda x: [0, {"a": (x,)}], lambda x: Noted(x)])
-def test_c9_real_values_that_differ_warn_by_name(first: Any, last: Any, where: Any) -> None:
+def test_real_values_that_differ_warn_by_name(first: Any, last: Any, where: Any) -> None:
     """C9: the value of the last stage is used, and the warning names the value and the stages."""
     each = [{"fine": 1, "odd": where(first)}, {"fine": 1, "odd": where(absent())}, {"fine": 1, "odd": where(last)}]
     with pytest.warns(StageMismatchWarning, match=r"'odd' .* stages 0, 2; the value of stage 2") as caught:
@@ -234,7 +235,7 @@ def test_c9_real_values_that_differ_warn_by_name(first: Any, last: Any, where: A
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
-def test_c9_rounding_is_no_difference(dtype: torch.dtype) -> None:
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     """C9: in every dtype, the same sum in another order differs only in its last bits."""
     torch.manual_seed(0)
     entries = torch.randn(64, 512, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
@@ -265,7 +266,7 @@ def test_tensors_of_any_layout_are_compared_by_their_values(kind: str) -> None:
     assert not merge._same(first, KINDS[kind](torch.tensor([1.0, 2.0, 3.0])))
 
 
-def test_c9_equal_specials_are_equal() -> None:
+def test_equal_specials_are_equal() -> None:
     """C9: NaN and infinities at the same places, empty tensors, 8-bit floats, dtypes and objects without an ==."""
     special = {
         "t": torch.tensor([math.nan, math.inf, -math.inf, 1.0]),
@@ -287,7 +288,7 @@ def made(values: dict[str, Any], steps: int = 1, error: Exception | None = None,
     return Outcome(values, failure=Failure.of(error) if error is not None else None, name="r/0", steps=steps, **more)
 
 
-def test_c9_a_step_past_the_end_is_dropped() -> None:
+def test_a_step_past_the_end_is_dropped() -> None:
     """C9: overshoot. Stage 0 ran a step after the one that ended the request on the last stage."""
     first = {"hs": [0, 1, 2, 3], "by_step": {0: 0, 1: 1, 2: 2}, "late": 9, "own": Noted([0, 1, 2])}
     last = {"hs": [absent()] * 2, "by_step": {0: absent(), 1: absent()}, "own": Noted([absent()])}
@@ -299,7 +300,7 @@ def test_c9_a_step_past_the_end_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_c9_a_cache_takes_each_module_from_its_stage_and_no_step_past_the_end(steps: int) -> None:
+def test_a_cache_takes_each_module_from_its_stage_and_no_step_past_the_end(steps: int) -> None:
     """C9: each value knows its step, since the last stage may have no entries to count."""
     stages = []
     for stage, ran in enumerate((steps + 1, steps)):
@@ -317,7 +318,7 @@ def test_c9_a_cache_takes_each_module_from_its_stage_and_no_step_past_the_end(st
         assert (kept if steps > 1 else [kept]) == [10 * stage + step for step in range(steps)]
 
 
-def test_c14_a_failure_beats_one_that_only_says_that_another_stage_failed() -> None:
+def test_a_failure_beats_one_that_only_says_that_another_stage_failed() -> None:
     """C14: one error, the user's own, with the values saved before it."""
     told = made({"a": 1, "late": 2, "hs": [1, 2]}, 2, StageFailedError("stage 1 failed"))
     own = made({"a": absent(), "hs": [absent()]}, 2, ValueError("mine"))
@@ -329,7 +330,7 @@ def test_c14_a_failure_beats_one_that_only_says_that_another_stage_failed() -> N
     assert only_told.failure is not None and only_told.failure.secondary
 
 
-def test_c9_the_same_error_on_every_stage_is_one() -> None:
+def test_the_same_error_on_every_stage_is_one() -> None:
     """C9, C4: every stage runs the code, so each raises it; the earliest step counts."""
     each = [[made({"a": stage}, 3 - stage, ValueError(str(stage)))] for stage in range(2)]
     with pytest.warns(StageMismatchWarning):
@@ -337,7 +338,7 @@ def test_c9_the_same_error_on_every_stage_is_one() -> None:
     assert merged.failure is not None and merged.failure.message == "1" and merged.values == {"a": 1}
 
 
-def test_c9_a_failure_past_the_end_is_dropped() -> None:
+def test_a_failure_past_the_end_is_dropped() -> None:
     """C9: stage 0 waited for a value in a step that the last stage never ran. That is no error of the user."""
     first = made({"hs": [1, 2]}, 3, NeverReachedError("step 2 of the last stage was never reached"))
     last = made({"hs": [absent()]}, 2, stopped=True)
@@ -347,7 +348,7 @@ def test_c9_a_failure_past_the_end_is_dropped() -> None:
     assert merged.failure is not None and merged.failure.message == "mine"
 
 
-def test_c14_an_edit_that_failed_on_one_stage_is_reported_beside_the_trace() -> None:
+def test_an_edit_that_failed_on_one_stage_is_reported_beside_the_trace() -> None:
     """C14: bodies are distinguished by name, and the trace's own comes first."""
     edit = replace(made({}, 1, ValueError("edit")), name="r/0#0")
     merged = merged_outcomes([[made({"a": 1})], [made({"a": absent()}), edit]])
@@ -394,7 +395,7 @@ def described(stage: int, tensor: int = 0) -> dict[str, Any]:
     }
 
 
-def test_c8_the_model_is_described_as_a_whole() -> None:
+def test_the_model_is_described_as_a_whole() -> None:
     """C8: each stage lists its modules, which replace placeholders, whatever the order of the ranks."""
     ranks = [described(stage, tensor) for stage in (0, 1) for tensor in (0, 1)]
     for each in (ranks, ranks[::-1]):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 
 from midstream.plan.ops.edit import Op, apply
 
@@ -78,7 +79,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_edits_are_their_closed_forms(case):
     """Rounded to the model's dtype once: within half a step of it, and what float32 loses on the way."""
     x_TH, ops, bank = case
@@ -98,7 +99,7 @@ def test_edits_are_their_closed_forms(case):
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_row_does_not_depend_on_its_neighbours(case):
     """D2: batches change from step to step, results may not."""
     x_TH, ops, bank = case
@@ -176,7 +177,7 @@ def test_patches_and_clamps_keep_their_order():
 
 
 @given(st.integers(0, 2**32), st.floats(-2, 2), st.floats(0, 3), st.sampled_from([0.25, 1.0]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_clamp_moves_the_part_along_the_direction_alone(seed, low, length, strength):
     """Ablation is low = high = 0 (Arditi et al. 2024)."""
     generator = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 from plan_strategies import NAMES, RUNS, SITES, WIDTH, meaning, plans
 
 from midstream import Capture, Clamp, Patch, Plan, RecordedRun, Span, Steer
@@ -93,7 +94,7 @@ def wanted(plan: Plan, position: int):
 
 
 @given(plans(LAYERS, LENGTH, named=True))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_each_position_gets_what_the_plan_says(plan):
     found = compiled(plan)
     named = [edit.positions for edit in plan.edits if edit.phase == "decode" and edit.positions is not None]
@@ -113,7 +114,7 @@ def test_each_position_gets_what_the_plan_says(plan):
 
 
 @given(plans(LAYERS, LENGTH, named=True))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_profiles_are_few_and_the_first_is_empty(plan):
     found = compiled(plan)
     assert found.profiles[0].ops == {} and found.profiles[0].row_width == 0
@@ -129,7 +130,7 @@ def test_profiles_are_few_and_the_first_is_empty(plan):
 
 
 @given(plans(LAYERS, LENGTH))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_captured_rows_are_laid_out_without_gaps(plan):
     """D4: what a profile captures lies side by side in its row, each plane where its op says."""
     found = compiled(plan, width=lambda site, layer: WIDTH if layer != 99 else 0)
@@ -156,7 +157,7 @@ def test_captured_rows_are_laid_out_without_gaps(plan):
 
 
 @given(plans(LAYERS, LENGTH), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_steers_come_in_one_order_however_they_were_written(plan, random):
     """Sums of float32 depend on their order: plans that share KV have to take them in the same one."""
     steers = [item for item in plan.interventions if isinstance(item, Steer)]

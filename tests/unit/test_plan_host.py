@@ -1,6 +1,7 @@
 """The plan host of a worker without an engine (issue 3, E1, E11; design.md section 4): what it does from step to step, on the CPU's tables.
 
 The scheduler's outputs are written by hand; the oracle is what each request's plan says about each of its positions.
+Rows D4, D5, D7, D8, E4, E5, E10, I1, K6, L3, L5.
 """
 
 import itertools
@@ -150,7 +151,7 @@ def steps():
     return Steps()
 
 
-def test_l5_a_step_says_at_which_sites_in_the_graphs_plans_act(steps):
+def test_a_step_says_at_which_sites_in_the_graphs_plans_act(steps):
     """Those of the requests in the step, by phase, and of a step that repeats another: a graph without a site's kernel misses its edits."""
     steps.host._pipeline = replace(steps.host._pipeline, built_in=frozenset(POINTS))
     both = [steer(1, "mlp_out", phase="prefill"), steer(1, "resid_post", phase="decode")]
@@ -167,12 +168,12 @@ def test_l5_a_step_says_at_which_sites_in_the_graphs_plans_act(steps):
     assert acting(finished=["a"]) == {"mlp_out"}
 
 
-def test_l5_a_site_outside_of_the_graphs_is_in_none(steps):
+def test_a_site_outside_of_the_graphs_is_in_none(steps):
     steps.step({"a": [steer(1, "mlp_out"), steer(1, "resid_post")]})
     assert steps.host.step_is_planned is False and steps.host.acting == {"resid_post"}
 
 
-def test_e11_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):
+def test_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):
     steps.step({"a": steer(1), "b": steer(2), "c": None})
     for number in range(4):
         seen = steps.step()
@@ -180,7 +181,7 @@ def test_e11_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):
     assert steps.laid_out == steps.begun == 2
 
 
-def test_l3_some_generated_tokens_have_edits_of_their_own(steps):
+def test_some_generated_tokens_have_edits_of_their_own(steps):
     """Beside another request, in steps that repeat behind them, and when they are computed again after a preemption."""
     some = Steer("resid_post", layers=0, vector=[1.0] * WIDTH, phase="decode", positions=[1, 2])
     steps.step({"a": some, "b": steer(2)})
@@ -193,7 +194,7 @@ def test_l3_some_generated_tokens_have_edits_of_their_own(steps):
     assert steps.step()["resid_post", 0][:, 0].tolist() == [0, 2]
 
 
-def test_d5_rows_that_are_captured_have_each_step_begun(steps):
+def test_rows_that_are_captured_have_each_step_begun(steps):
     """Each step's go elsewhere, and the step behind the last of them has to take the address back."""
     steps.step({"a": [steer(1), Capture("resid_post", layers=0, positions="all_generated")], "b": steer(2)})
     for number in range(4):
@@ -207,7 +208,7 @@ def test_d5_rows_that_are_captured_have_each_step_begun(steps):
     assert steps.begun == begun + 1
 
 
-def test_e10_batches_that_take_turns_with_a_plain_one_stand_in_their_order_alone(steps):
+def test_batches_that_take_turns_with_a_plain_one_stand_in_their_order_alone(steps):
     steps.step({"a": steer(1), "b": steer(2)})
     steps.step({"c": None}, only=[])
     for _ in range(2):
@@ -220,7 +221,7 @@ def test_e10_batches_that_take_turns_with_a_plain_one_stand_in_their_order_alone
     assert seen["resid_post", 0][:, 0].tolist() == [2, 1] and steps.begun == begun + 1
 
 
-def test_e4_a_step_in_which_no_plan_acts_is_a_plain_one(steps):
+def test_a_step_in_which_no_plan_acts_is_a_plain_one(steps):
     """A chunk before the plan's position, and the tokens behind it. Seen failing where a chunk had no end."""
     plan = Patch("resid_post", layer=0, position=1, source=[5.0] * WIDTH)
     assert steps.step({"a": plan}, counts={"a": 1}) is None
@@ -228,7 +229,7 @@ def test_e4_a_step_in_which_no_plan_acts_is_a_plain_one(steps):
     assert steps.step() is None and steps.step() is None and steps.host.planned_steps == 1
 
 
-def test_e10_batches_that_take_turns_are_not_laid_out_again(steps):
+def test_batches_that_take_turns_are_not_laid_out_again(steps):
     """The stages of a pipeline have several on their way. One is laid out anew when one of its requests has ended."""
     steps.step({"a": steer(1), "b": steer(2)})
     steps.step({"c": steer(3), "d": None}, only=[])
@@ -242,7 +243,7 @@ def test_e10_batches_that_take_turns_are_not_laid_out_again(steps):
     assert steps.laid_out == laid_out + 3
 
 
-def test_e10_an_empty_step_between_batches_changes_nothing(steps):
+def test_an_empty_step_between_batches_changes_nothing(steps):
     """Stages of a pipeline that have no batch for a while are sent such."""
     steps.step({"a": steer(1), "b": steer(2)})
     laid_out = steps.laid_out
@@ -252,7 +253,7 @@ def test_e10_an_empty_step_between_batches_changes_nothing(steps):
     assert steps.laid_out == laid_out + 1
 
 
-def test_d4_a_request_computed_anew_in_one_batch_is_seen_to_its_end_in_turns_with_another(steps):
+def test_a_request_computed_anew_in_one_batch_is_seen_to_its_end_in_turns_with_another(steps):
     """One token a step, so that each step looks like those before. Seen failing where earlier batches are not forgotten then."""
     steps.step({"a": steer(1, phase="decode")})
     steps.step({"b": steer(2)}, only=[])
@@ -277,7 +278,7 @@ def test_rows_in_another_order_are_laid_out_anew(steps):
     assert steps.step()["resid_post", 0][:, 0].tolist() == [1, 2]
 
 
-def test_d4_a_request_that_begins_anew_between_two_like_steps_gets_its_prompts_profiles(steps):
+def test_a_request_that_begins_anew_between_two_like_steps_gets_its_prompts_profiles(steps):
     """Seen failing where only the names of the step's requests were compared."""
     steps.step({"a": steer(1, phase="decode"), "b": steer(2)})
     for _ in range(3):
@@ -349,7 +350,7 @@ def test_images_at_rest_are_bounded_by_the_profiles_that_they_have(steps, monkey
     assert not steps.host._loaded._idle and not steps.tables.profiles
 
 
-def test_e5_a_refused_request_holds_no_lease(steps):
+def test_a_refused_request_holds_no_lease(steps):
     """Of two runs one is gone: the other one is not held for ever."""
     here, gone = (RecordedRun(name, name, tuple(PROMPT), ("resid_post",), (0,), (0,)) for name in ("here", "gone"))
     steps.host.runs.add(make_run("here", "here", {("resid_post", 0): torch.ones(1, WIDTH)}, [0]))
@@ -365,7 +366,7 @@ def test_e5_a_refused_request_holds_no_lease(steps):
     assert steps.host.gauges()["leases"] == 0
 
 
-def test_d4_a_session_keeps_its_plan_over_longer_prompts(steps):
+def test_a_session_keeps_its_plan_over_longer_prompts(steps):
     """Streaming input: the scheduler sends the request anew, with a longer prompt. Another plan would have keys of its own there."""
     steps.step({"a": steer(1, phase="prefill")})
     longer = {"a": (_sampling(steer(1, phase="prefill")), [*PROMPT, 4, 5])}
@@ -377,7 +378,7 @@ def test_d4_a_session_keeps_its_plan_over_longer_prompts(steps):
         assert "the same one" in steps.host.take_errors()["a"]
 
 
-def test_d8_generated_rows_are_not_captured_where_tokens_are_drafted():
+def test_generated_rows_are_not_captured_where_tokens_are_drafted():
     steps = Steps(speculative=True)
     steps.step(
         {"a": Capture("resid_post", positions="all_generated"), "b": Capture("resid_post", positions="all_prompt")}
@@ -418,7 +419,7 @@ def keep(value, positions="all_generated"):
 
 
 @pytest.mark.parametrize("order", [["a", "b", "c", "d"], ["d", "b", "c", "a"]])
-def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order, monkeypatch):
+def test_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order, monkeypatch):
     """A row is a hundredth of its position, and a steer. Seen failing with the rows of another request of the batch."""
     monkeypatch.setattr(planned, "_PAGE_ROWS", (2, 2))
     steps.scale = 0.01
@@ -438,7 +439,7 @@ def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order,
 
 @pytest.mark.parametrize("positions", ["all", "all_generated"])
 @pytest.mark.parametrize("begin", [True, False])
-def test_d5_a_batch_that_never_repeats_captures_the_rows_of_each_request(steps, begin, positions):
+def test_a_batch_that_never_repeats_captures_the_rows_of_each_request(steps, begin, positions):
     """A request ends in each step, and another may begin. Seen failing with the rows of the batch's first request."""
     steps.scale = 0.01
     names = "abcdef"
@@ -458,7 +459,7 @@ def test_d5_a_batch_that_never_repeats_captures_the_rows_of_each_request(steps, 
 
 
 @pytest.mark.parametrize("is_found", [True, False])
-def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_found):
+def test_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_found):
     """Beside a request that goes on. Seen failing where it was captured a second time.
 
     `is_found`: whether the batch comes back as it was before the preemption.
@@ -479,7 +480,7 @@ def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_
 
 @pytest.mark.parametrize("start", [0, 2, 3, 4], ids=lambda start: f"from {start}")
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_d5_a_step_that_computes_several_generated_rows_captures_the_new_ones(steps, start, more):
+def test_a_step_that_computes_several_generated_rows_captures_the_new_ones(steps, start, more):
     """After a preemption. Seen failing where the rows behind them had the positions of those before."""
     steps.scale = 0.01
     steps.step({"a": keep(1, "all"), "b": keep(2)})
@@ -494,7 +495,7 @@ def test_d5_a_step_that_computes_several_generated_rows_captures_the_new_ones(st
     assert captured(steps, "b") == pytest.approx({position: 2 + position / 100 for position in range(3, 10)})
 
 
-def test_d5_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
+def test_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
     """Seen failing with the places of the old layout."""
     steps.step(
         {"a": keep(1), "b": [steer(2), Capture("resid_post", layers=0, positions="all_generated", when="after")]}
@@ -507,7 +508,7 @@ def test_d5_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
 
 
 @pytest.mark.parametrize("error", [None, "it was refused"])
-def test_d5_captured_rows_hold_memory_until_their_requests_end(steps, error):
+def test_captured_rows_hold_memory_until_their_requests_end(steps, error):
     """Seen failing where a batch, which may come back, goes on to hold the rows of requests that are over."""
     steps.step({"a": keep(1), "b": keep(2)})
     for _ in range(4):
@@ -521,7 +522,7 @@ def test_d5_captured_rows_hold_memory_until_their_requests_end(steps, error):
     assert pages[1]() is None and not steps.host.gauges()["capture_bytes"]
 
 
-def test_d5_requests_of_one_batch_may_be_in_others_between(steps):
+def test_requests_of_one_batch_may_be_in_others_between(steps):
     """Seen failing where a batch that comes back goes on with the rows of its last step."""
     steps.scale = 0.01
     steps.step({"a": keep(1), "b": keep(2)})
@@ -532,7 +533,7 @@ def test_d5_requests_of_one_batch_may_be_in_others_between(steps):
     assert captured(steps, "b") == pytest.approx({position: 2 + position / 100 for position in range(3, 9)})
 
 
-def test_d5_rows_that_are_due_are_sent_while_a_batch_repeats(steps, monkeypatch):
+def test_rows_that_are_due_are_sent_while_a_batch_repeats(steps, monkeypatch):
     """Seen failing where a batch goes on with rows of which some were sent."""
     monkeypatch.setattr(host, "DUE_BYTES", 3 * 4 * WIDTH)
     steps.step({"a": keep(1)})
@@ -546,7 +547,7 @@ def test_d5_rows_that_are_due_are_sent_while_a_batch_repeats(steps, monkeypatch)
 
 
 @pytest.mark.parametrize("positions", ["last_prompt", "all_generated"])
-def test_e4_v2_has_a_preempted_request_begin_anew(steps, positions):
+def test_v2_has_a_preempted_request_begin_anew(steps, positions):
     """Its runner is sent resumed requests as new ones. Seen failing: they were taken for a longer prompt of a session, and refused."""
     plan = {"a": [steer(1), Capture("resid_post", layers=0, positions=positions)]}
     steps.step(plan)
@@ -559,7 +560,7 @@ def test_e4_v2_has_a_preempted_request_begin_anew(steps, positions):
     assert sorted(rows) == ([2] if positions == "last_prompt" else [3, 4])
 
 
-def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):
+def test_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):
     """Consumers get it while the request goes on. A stop string may take back any of it, so there nothing is confirmed before the end."""
     monkeypatch.setattr(host, "DUE_BYTES", 1)
     steps.step({"a": Capture("resid_post", layers=0, positions="all")})
@@ -576,7 +577,7 @@ def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypat
     assert [header.confirmed for header, _ in steps.sent if header.request == "b"] == [0]
 
 
-def test_d5_consumers_get_rows_while_the_request_goes_on():
+def test_consumers_get_rows_while_the_request_goes_on():
     """A request may go on for long: rows that wait for its end would wait in memory."""
     taken = []
     sinks = LocalSinks("e", 1, [0])
@@ -594,7 +595,7 @@ def test_d5_consumers_get_rows_while_the_request_goes_on():
     assert taken == list(range(3, 14))
 
 
-def test_d4_a_session_captures_all_positions_or_none():
+def test_a_session_captures_all_positions_or_none():
     """What other selectors mean is settled by a prompt's length, which changes."""
     for positions, refused in (("all", False), ("all_prompt", True), ("all_generated", True), ([0, -1], True)):
         steps = Steps()
@@ -656,7 +657,7 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
 
 @pytest.mark.parametrize("sends", [True, False])
 @pytest.mark.parametrize("mailbox", [("key", 0), None], ids=["client", "consumers here"])
-def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
+def test_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     """The other ranks have the same rows and send none, to nobody."""
     taken, sent = [], []
     sinks = LocalSinks("engine", LAYERS, range(LAYERS))
@@ -679,7 +680,7 @@ def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_i1_a_trace_behind_the_step_takes_its_rows_before_they_are_computed(steps, position):
+def test_a_trace_behind_the_step_takes_its_rows_before_they_are_computed(steps, position):
     """Two requests with a row that another profile edits, and then steps that repeat. Seen failing with copies of the rows."""
     steps.scale = 1.0
     plan = Plan.of([Patch("resid_post", layer=0, position=position, source=[100.0] * WIDTH)])
@@ -695,7 +696,7 @@ def test_i1_a_trace_behind_the_step_takes_its_rows_before_they_are_computed(step
         assert [taken(steps, name) for name in "ab"] == [[(at, at)]] * 2
 
 
-def test_i1_rows_of_a_trace_behind_the_step_that_is_over_are_dropped(steps, monkeypatch):
+def test_rows_of_a_trace_behind_the_step_that_is_over_are_dropped(steps, monkeypatch):
     """Seen failing when they were held until the request ended."""
     monkeypatch.setattr(host, "DUE_BYTES", due := 5 * WIDTH * 4)
     plan = Plan.of(Capture("resid_post", layers=0, positions="all"))
@@ -721,7 +722,7 @@ def taken(steps, name):
 @pytest.mark.parametrize(
     ("leaving", "is_whole"), [([(0, 4), (4, 4)], True), ([(0, 2), (4, 2)], False), ([(0, 11)], False)]
 )
-def test_d5_a_block_is_sent_whole_only_if_most_of_it_leaves(steps, leaving, is_whole):
+def test_a_block_is_sent_whole_only_if_most_of_it_leaves(steps, leaving, is_whole):
     """Whole, it is sent once for several requests. Seen failing where other rows are sent, too."""
     block, layout = torch.arange(12.0)[:, None], Planes((Plane("resid_post", 0, "before", 0, 1),))
     for number, (first, count) in enumerate(leaving):
@@ -752,7 +753,7 @@ SELECTED = [
 
 @pytest.mark.parametrize("positions", SELECTED, ids=str)
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both", "some generated tokens"])
-def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, positions, phase):
+def test_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, positions, phase):
     """Each position is treated as by the plan compiled for that length alone."""
     named = {"phase": "decode", "positions": [0, 2]} if phase == "some generated tokens" else {"phase": phase}
     several = positions if isinstance(positions, tuple) else (positions,)
@@ -785,7 +786,7 @@ def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, po
                 assert shared.acting_in(start, stop, length) == acting
 
 
-def test_k6_prompts_share_a_plan_only_if_its_selectors_choose_alike(steps):
+def test_prompts_share_a_plan_only_if_its_selectors_choose_alike(steps):
     plan = Plan.of(
         [Capture("resid_post", layers=0, positions=Around((0,))), Capture("mlp_out", layers=0, positions="all")]
     )
@@ -797,7 +798,7 @@ def test_k6_prompts_share_a_plan_only_if_its_selectors_choose_alike(steps):
         assert widths == [1 + (position % 3 == 0 or position >= length - 2) for position in range(length)]
 
 
-def test_k6_only_the_generated_rows_that_a_selector_chooses_are_sent(steps):
+def test_only_the_generated_rows_that_a_selector_chooses_are_sent(steps):
     """Also where a batch repeats, after a preemption, and beside a request that captures all of them."""
     several = [Capture("resid_post", layers=0, positions=each) for each in (Every(3), Around((), (1,)))]
     steps.step({"a": several, "b": Capture("resid_post", layers=0, positions="all_generated")})
@@ -820,7 +821,7 @@ def test_a_plan_that_lists_positions_has_its_own_last_one(steps):
         assert length - loaded.uncaptured == 3
 
 
-def test_e5_a_recorded_run_has_its_rows_in_the_order_of_their_positions(steps):
+def test_a_recorded_run_has_its_rows_in_the_order_of_their_positions(steps):
     """Where a plan edits a row between others, which so has a profile of its own. Seen failing."""
     steps.scale = 1.0
     plan = Plan.of(

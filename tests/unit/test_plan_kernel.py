@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from limits import examples
 
 from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import CompiledPlan, Profile
@@ -199,7 +200,9 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(batches())
 def test_kernel_pytorch_and_closed_form_agree(case: dict[str, Any]) -> None:
     plan = compiled(case["profiles"], case["bank"], case["x"].shape[1])

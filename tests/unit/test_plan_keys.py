@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from limits import examples
 from plan_strategies import RUNS, VECTORS, edits, meaning, plans
 
 from midstream import Capture, Clamp, Patch, Plan, RecordedRun, Span, Steer
@@ -132,19 +133,19 @@ def variants(draw):
 
 @pytest.mark.slow
 @given(variants())
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 def test_requests_share_a_block_if_and_only_if_they_agree_below_its_end(pair):
     check_pair(*pair)
 
 
 @given(st.tuples(plans(LAYERS, 3, most=2), lengths), st.tuples(plans(LAYERS, 3, most=2), lengths))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_same_for_requests_that_have_nothing_to_do_with_each_other(first, second):
     check_pair(first, second)
 
 
 @given(plans(LAYERS, 4), lengths, st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_keys_do_not_depend_on_how_a_plan_is_written(plan, length, random):
     length = max(length, 4)
     taken_apart = []
@@ -252,7 +253,7 @@ def test_two_names_in_one_plan_are_told_apart():
 
 
 @given(plans(LAYERS, 5), st.integers(5, 8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_lowest_captured_position(plan, length):
     """D4: cache hits end there."""
     captured = [p for p in range(length) if any(done[3] for done in meaning(plan, p, length, LAYERS).values())]
@@ -296,7 +297,7 @@ def test_keys_of_a_long_prompt_are_cheap():
 
 
 @given(plans(LAYERS, 4), lengths)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_block_past_all_edits_has_the_key_of_all(plan, length):
     """Once an edit lies behind, every later block knows of it."""
     keys = PlanKeys(plan, max(length, 4), LAYERS)

@@ -1,4 +1,7 @@
-"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is told which requests end."""
+"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is told which requests end.
+
+Rows D5, E3, F5, G3, G8.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def refuse(scheduler: Any) -> list[Any]:
     return outputs
 
 
-def test_d8_a_refused_plan_ends_its_request_in_the_middle_of_its_prompt(scheduler: Any) -> None:
+def test_a_refused_plan_ends_its_request_in_the_middle_of_its_prompt(scheduler: Any) -> None:
     (output,) = refuse(scheduler)
     assert (output.request_id, output.finish_reason, output.stop_reason) == ("bad", FinishReason.ERROR, REASON)
     assert output.new_token_ids == []
@@ -136,7 +139,7 @@ def plain(name: str) -> Request:
     return Request(name, ids, vllm.SamplingParams(max_tokens=4), None, block_hasher=hasher)
 
 
-def test_f5_blocks_that_a_plan_wrote_to_are_cleared_for_their_next_request(scheduler: Any) -> None:
+def test_blocks_that_a_plan_wrote_to_are_cleared_for_their_next_request(scheduler: Any) -> None:
     """Once, whoever gets them, and no others. Seen failing without the note of what is written, and without that of what is handed out."""
     written, zeroed = cleared(scheduler, planned("edits"))
     assert len(written) == 7 and not zeroed
@@ -148,7 +151,7 @@ def test_f5_blocks_that_a_plan_wrote_to_are_cleared_for_their_next_request(sched
     assert third[0] | fourth[0] >= written and not third[1] | fourth[1]
 
 
-def test_f5_a_preempted_requests_blocks_are_cleared_for_those_who_get_them_in_the_same_step(scheduler: Any) -> None:
+def test_a_preempted_requests_blocks_are_cleared_for_those_who_get_them_in_the_same_step(scheduler: Any) -> None:
     """Its last step may still be in flight."""
     scheduler.add_request(planned("edits"))
     step = scheduler.schedule()
@@ -159,7 +162,7 @@ def test_f5_a_preempted_requests_blocks_are_cleared_for_those_who_get_them_in_th
     assert zeroed == set(begun.block_ids[0]) <= given
 
 
-def test_f5_captures_write_nothing(scheduler: Any) -> None:
+def test_captures_write_nothing(scheduler: Any) -> None:
     given, _ = cleared(scheduler, planned("reads", Capture("resid_post", to="rows")))  # type: ignore[arg-type]
     again, zeroed = cleared(scheduler, *(plain("p" * n) for n in range(1, 9)))
     assert again & given and not zeroed
@@ -181,7 +184,7 @@ SHORT = 20  # one block, and several prompts fit into a step
 
 
 @pytest.mark.parametrize("was_taken", [False, True])
-def test_e3_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(scheduler: Any, was_taken: bool) -> None:
+def test_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(scheduler: Any, was_taken: bool) -> None:
     """Refused, it was computed without its edits; and who began beside it, with the same ones, would have read that.
 
     What it names may have been there before and be gone now: seen failing, with a plan that had once been taken, and where a client had
@@ -205,7 +208,7 @@ def test_e3_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(sc
     assert cached(scheduler, "with the name", edit, GONE) == BLOCK
 
 
-def test_e3_what_is_sure_to_be_taken_is_so_for_this_engine_and_this_use(scheduler: Any) -> None:
+def test_what_is_sure_to_be_taken_is_so_for_this_engine_and_this_use(scheduler: Any) -> None:
     """A plan may be one to capture by and none to record by; and another engine of this process may have taken it."""
     edit = steer()
     assert cached(scheduler, "first", edit) == 0
@@ -219,7 +222,7 @@ def test_e3_what_is_sure_to_be_taken_is_so_for_this_engine_and_this_use(schedule
         assert scheduler._taken.held_from(request) == 0
 
 
-def test_e3_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(scheduler: Any) -> None:
+def test_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(scheduler: Any) -> None:
     edit = steer()
     assert cached(scheduler, "first", edit) == 0
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
@@ -229,7 +232,7 @@ def test_e3_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(sch
     assert cached(scheduler, "good", edit) == 0
 
 
-def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -> None:
+def test_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -> None:
     edit = steer()
     scheduler.add_request(planned("bad", edit, GONE, tokens=SHORT))
     step = scheduler.schedule()
@@ -239,7 +242,7 @@ def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -
     assert cached(scheduler, "again", edit) == BLOCK and not scheduler._counts["is_held"]
 
 
-def test_e3_a_plan_that_was_taken_and_names_nothing_shares_at_once(scheduler: Any) -> None:
+def test_a_plan_that_was_taken_and_names_nothing_shares_at_once(scheduler: Any) -> None:
     edit = steer()
     assert cached(scheduler, "first", edit) == 0
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
@@ -249,7 +252,7 @@ def test_e3_a_plan_that_was_taken_and_names_nothing_shares_at_once(scheduler: An
     assert [begun.num_computed_tokens for begun in scheduler.schedule().scheduled_new_reqs] == [0, BLOCK]
 
 
-def test_e3_blocks_below_the_first_edit_are_shared_at_once(scheduler: Any) -> None:
+def test_blocks_below_the_first_edit_are_shared_at_once(scheduler: Any) -> None:
     edits = [Steer("resid_post", layers=[3], vector=torch.randn(256), positions=[18]) for _ in range(2)]
     for name, edit in zip(("one", "other"), edits, strict=True):
         scheduler.add_request(planned(name, edit, tokens=SHORT))
@@ -267,7 +270,7 @@ def test_a_long_queue_is_not_walked_for_traces(scheduler: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("trace", [{"x": 1}, {}, "code", 7, None])
-def test_d8_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trace: Any) -> None:
+def test_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trace: Any) -> None:
     params = vllm.SamplingParams(max_tokens=4, extra_args={"midstream": {"trace": trace}})
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), kv_transfer_config=None)
     with pytest.raises(PlanError, match=r"midstream\.trace is not"):
@@ -276,7 +279,7 @@ def test_d8_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trac
     assert list(scheduler.schedule().num_scheduled_tokens) == ["stranger's"]
 
 
-def test_d8_a_plan_as_text_comes_from_strangers() -> None:
+def test_a_plan_as_text_comes_from_strangers() -> None:
     """G8: whatever carries it, it may not say where the engine writes, nor vouch for a named vector's content or for itself."""
     for to in ("captures", Consumer("probe")):
         for form in every_form(Capture("resid_post", to=to)):
@@ -300,7 +303,7 @@ def test_d8_a_plan_as_text_comes_from_strangers() -> None:
         ("x", 1),
     ],
 )
-def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None:
+def test_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None:
     """What midstream's own clients say beside the plan is known by the type that holds it, which no JSON becomes."""
     plan = Plan.of(steer()).to_wire()
     for given in ({"plan": plan, name: value}, {"plan": packed(Plan.of(steer())), name: value}, {**plan, name: value}):
@@ -312,14 +315,14 @@ def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None
     "given",
     [Plan.of(Capture("resid_post", to="rows")).to_json(), Plan.of(Capture("resid_post", to="rows")).to_wire(), 7, [1]],
 )
-def test_g8_an_engine_takes_no_plan_that_has_not_come_by_admission(given: Any) -> None:
+def test_an_engine_takes_no_plan_that_has_not_come_by_admission(given: Any) -> None:
     """As from a front end without the plugin."""
     with pytest.raises(PlanError, match="without midstream's part of the front end"):
         PlanRequest.of(SimpleNamespace(extra_args={"midstream": given}))
 
 
 @pytest.mark.parametrize("name", ["midstraem", "Midstream", "midstream_plan", "mid-stream", "midstrem"])
-def test_g3_a_misspelt_key_is_refused(name: str) -> None:
+def test_a_misspelt_key_is_refused(name: str) -> None:
     """vLLM passes over keys that nobody reads, so that the plan would be silently ignored."""
     with pytest.raises(PlanError, match=f"{name}.*did you mean 'midstream'"):
         admit("{}", name)
@@ -359,7 +362,7 @@ def test_layers_from_the_end_are_counted_from_0_at_admission() -> None:
         admit(Plan.of(Steer("resid_post", layers=-9, vector=torch.ones(256))).to_json())
 
 
-def test_d5_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may have gone to another one than the engine works in."""
     monkeypatch.chdir(tmp_path)
     plan = Plan.of(Capture("resid_post", to=("rows", tmp_path / "more", Consumer("log"))))
@@ -370,7 +373,7 @@ def test_d5_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.Mo
     assert capture.sinks == (str(tmp_path / "rows"), str(tmp_path / "more"), Consumer("log"))
 
 
-def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
+def test_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
     """midstream.VLLM has checked its plans; of anybody else, `checked` is a claim like any other."""
     config = engine_config()
     wrong = Plan.of(Steer("resid_post", layers=[99], vector=torch.ones(256)))

@@ -1,6 +1,6 @@
 """Plans on several ranks, without an engine: sources on other stages, runs and leases alike on all ranks, what is remembered (E10, D5, D8).
 
-Stages are threads with real links between them; what is expected is a closed form of (site, layer, position).
+Stages are threads with real links between them; what is expected is a closed form of (site, layer, position). Rows E5, E12, P2.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def patched(compiled: CompiledPlan) -> dict[Any, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("later_first", [False, True])
-def test_e10_a_patch_has_its_source_from_the_stage_that_recorded_it(size: int, later_first: bool) -> None:
+def test_a_patch_has_its_source_from_the_stage_that_recorded_it(size: int, later_first: bool) -> None:
     """Upstream and downstream, whichever stage comes to the request first."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -125,7 +125,7 @@ def settle(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_e10_a_stage_that_has_compiled_the_plan_before_leaves_nothing_behind() -> None:
+def test_a_stage_that_has_compiled_the_plan_before_leaves_nothing_behind() -> None:
     """It does not fetch what the others offer."""
     with linked(2) as links:
         stages = [Stage(rank, 2, link) for rank, link in enumerate(links)]
@@ -136,7 +136,7 @@ def test_e10_a_stage_that_has_compiled_the_plan_before_leaves_nothing_behind() -
         settle(lambda: not any(sum(link.gauges().values()) for link in links))
 
 
-def test_e10_a_stage_that_never_gives_its_rows_is_a_plan_error_and_no_wait() -> None:
+def test_a_stage_that_never_gives_its_rows_is_a_plan_error_and_no_wait() -> None:
     with linked(2) as links:
         stages = [Stage(rank, 2, link) for rank, link in enumerate(links)]
         sources = stages[0].sources("a", CROSSING)
@@ -146,7 +146,7 @@ def test_e10_a_stage_that_never_gives_its_rows_is_a_plan_error_and_no_wait() -> 
         sources.close()
 
 
-def test_e10_without_crossing_sources_the_link_is_not_touched() -> None:
+def test_without_crossing_sources_the_link_is_not_touched() -> None:
     stages = [Stage(rank, 2, link=None) for rank in range(2)]
     plan = Plan.of([Patch("resid_post", layer=l, position=1, source=HANDLE) for l in range(LAYERS)])  # noqa: E741
     merged = {k: v for s in stages for k, v in patched(s.compiled(plan, s.sources("a", plan))).items()}
@@ -156,7 +156,7 @@ def test_e10_without_crossing_sources_the_link_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 5])
-def test_d8_a_row_that_nobody_has_is_refused_on_every_stage_alike(layer: int) -> None:
+def test_a_row_that_nobody_has_is_refused_on_every_stage_alike(layer: int) -> None:
     """A handle may claim what the run has not; only the last stage's word ends a request."""
     claims = RecordedRun("clean", "run", tuple(range(LENGTH)), ("resid_post",), tuple(range(LAYERS)), (0, 1, 2, 3))
     plan = Plan.of(Patch("resid_post", layer=layer, position=2, source=claims))
@@ -168,7 +168,7 @@ def test_d8_a_row_that_nobody_has_is_refused_on_every_stage_alike(layer: int) ->
 # ----------------------------------------------------------------------------------------------- decided alike everywhere
 
 
-def test_e12_where_a_plan_acts_is_the_same_on_all_stages() -> None:
+def test_where_a_plan_acts_is_the_same_on_all_stages() -> None:
     """Whether a step runs uncompiled is decided by it, and stages that decided differently would not fit together."""
     plan = Plan.of([
         Patch("mlp_out", layer=5, position=1, source=[1.0] * WIDTH),
@@ -193,7 +193,7 @@ def test_e12_where_a_plan_acts_is_the_same_on_all_stages() -> None:
         (lambda layer: Patch("resid_post", layer=layer, position=0, source=HANDLE, mask="two"), "from 0 to 1"),
     ],
 )
-def test_d8_a_named_vector_that_will_not_do_is_refused_on_every_stage_alike(
+def test_a_named_vector_that_will_not_do_is_refused_on_every_stage_alike(
     edit: Callable[[int], Any], message: str, layer: int
 ) -> None:
     """Else the request would go on without the edit: the word of the last stage counts."""
@@ -221,7 +221,7 @@ def make(name: str, sizes: tuple[int, ...], owner: str = "") -> Run:
     return Run(name, name, {}, {0: 0}, frozenset({("resid_post", 0)}), sizes, owner=owner)
 
 
-def test_p2_who_holds_the_most_loses_the_run_that_it_has_not_used_for_the_longest() -> None:
+def test_who_holds_the_most_loses_the_run_that_it_has_not_used_for_the_longest() -> None:
     """So no key drives out the runs of keys that hold less; leased runs stay, also those of whoever holds the most."""
     store = RunStore(100)
     for name, owner in (("a0", "a"), ("b0", "b"), ("a1", "a"), ("a2", "a")):
@@ -268,7 +268,7 @@ def ranks() -> Iterator[tuple[Runs, list[RunStore]]]:
     yield runs, stores
 
 
-def test_e5_a_lease_that_one_worker_refuses_is_held_on_none(ranks: tuple[Runs, list[RunStore]]) -> None:
+def test_a_lease_that_one_worker_refuses_is_held_on_none(ranks: tuple[Runs, list[RunStore]]) -> None:
     """Also where that request's other runs are in use by somebody else."""
     runs, stores = ranks
     run_now(runs.lease(["one"]))
@@ -279,7 +279,7 @@ def test_e5_a_lease_that_one_worker_refuses_is_held_on_none(ranks: tuple[Runs, l
     assert [store.leases for store in stores] == [0, 0]
 
 
-def test_e5_the_workers_hear_of_the_first_lease_and_of_the_last_ones_end(ranks: tuple[Runs, list[RunStore]]) -> None:
+def test_the_workers_hear_of_the_first_lease_and_of_the_last_ones_end(ranks: tuple[Runs, list[RunStore]]) -> None:
     runs, stores = ranks
     for _ in range(3):
         run_now(runs.lease(["one"]))
@@ -291,7 +291,7 @@ def test_e5_the_workers_hear_of_the_first_lease_and_of_the_last_ones_end(ranks: 
     assert [store.leases for store in stores] == [0, 0] and runs.listing()[0].leases == 0
 
 
-def test_e5_a_run_that_is_deleted_while_it_is_leased_is_leased_to_nobody_else(
+def test_a_run_that_is_deleted_while_it_is_leased_is_leased_to_nobody_else(
     ranks: tuple[Runs, list[RunStore]],
 ) -> None:
     runs, stores = ranks
@@ -303,7 +303,7 @@ def test_e5_a_run_that_is_deleted_while_it_is_leased_is_leased_to_nobody_else(
     assert [store.leases for store in stores] == [0, 0]
 
 
-async def test_e5_the_same_on_an_async_engine(ranks: tuple[Runs, list[RunStore]]) -> None:
+async def test_the_same_on_an_async_engine(ranks: tuple[Runs, list[RunStore]]) -> None:
     _, stores = ranks
 
     async def ask(what: str, *args: Any) -> list[Any]:
@@ -327,7 +327,7 @@ def test_runs_are_listed_once_and_only_if_all_workers_have_them(ranks: tuple[Run
 # ---------------------------------------------------------------------------------------------------------- captures
 
 
-def test_d5_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
+def test_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
     """Also of a stage that has none of the rows; a request is complete when all have written."""
     plan = Plan.of([
         Capture("resid_post", layers=[1, 4], positions="all_prompt", to=tmp_path / "both"),
@@ -397,7 +397,7 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
 
 
 @pytest.mark.parametrize("carried", [{"plan": Plan.of(Steer("resid_post", vector=[1.0]))}, {"trace": {}}])
-def test_d8_an_engine_that_hands_kv_on_takes_neither_plans_nor_traces(carried: dict[str, Any]) -> None:
+def test_an_engine_that_hands_kv_on_takes_neither_plans_nor_traces(carried: dict[str, Any]) -> None:
     pytest.importorskip("vllm")
     from midstream.engine.admission import admitted
     from midstream.engine.launch import WORKER

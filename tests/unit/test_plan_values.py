@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 from plan_strategies import VECTORS, edits, meaning, plans
 
 import midstream
@@ -265,7 +266,7 @@ def test_where_captures_go(tmp_path):
 
 
 @given(plans(3, 7, named=True))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_values_are_values(plan):
     for same in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), Plan(plan.interventions)):
         assert same == plan and hash(same) == hash(plan) and same.hash == plan.hash
@@ -338,7 +339,7 @@ def rewritten(draw, layers=3, length=6):
 
 @pytest.mark.slow
 @given(rewritten())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_plans_of_one_effect_have_one_hash_and_others_do_not(pair):
     first, second = (plan.normal(3).hash for plan in pair)
     same = effect(pair[0], 3, 6) == effect(pair[1], 3, 6) and effect(pair[0], 3, 9) == effect(pair[1], 3, 9)
@@ -374,7 +375,7 @@ def _listed(item):
 
 
 @given(plans(3, 6, named=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_normal_form_does_the_same_and_is_its_own(plan):
     normal = plan.normal(3)
     assert effect(normal, 3, 6) == effect(plan, 3, 6) and effect(normal, 3, 8) == effect(plan, 3, 8)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import examples
 from plan_strategies import RUNS, plans
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
@@ -75,7 +76,7 @@ def test_a_plan_comes_back(plan):
 
 
 @given(plans(5, 7, named=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_plan_comes_back(plan):
     assert (
         Plan.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_wire())))
@@ -88,7 +89,7 @@ def test_any_plan_comes_back(plan):
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50),
     st.floats(-1e30, 1e30),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_every_bit_of_a_number_comes_back(vector, scale):
     plan = Plan.of(Steer("resid_post", vector=vector, scale=scale))
     for back in (Plan.from_wire(plan.to_wire()), Plan.from_json(plan.to_json())):
@@ -377,7 +378,7 @@ def read(given):
 
 
 @given(garbage)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_garbage_is_a_plan_error(given):
     read(given)
     read({"interventions": given})
@@ -391,7 +392,7 @@ def test_garbage_is_a_plan_error(given):
     garbage,
     garbage,
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_garbage_in_interventions_is_a_plan_error(item, kind, vectors, runs):
     read({"interventions": [item | {"kind": kind, "site": "resid_post"}]})
     read({"interventions": [], "vectors": vectors})
@@ -399,7 +400,7 @@ def test_garbage_in_interventions_is_a_plan_error(item, kind, vectors, runs):
 
 
 @given(st.integers(0, 2**32), garbage)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_a_good_plan_with_one_thing_changed_is_a_plan_or_a_plan_error(seed, other):
     generator = random.Random(seed)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(FULL.to_wire()))
@@ -420,7 +421,7 @@ def test_a_good_plan_with_one_thing_changed_is_a_plan_or_a_plan_error(seed, othe
 
 
 @given(st.text(max_size=40) | st.binary(max_size=40).map(lambda data: data.decode("latin-1")))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_text_is_a_plan_error(text):
     for sent in (text, FULL.to_json()[: len(text) * 7] + text):
         with contextlib.suppress(PlanError):

@@ -1,5 +1,5 @@
 """Programs: the table keeps rows apart, the wire form comes back, whatever else comes in is a PlanError, and rows of many requests run
-together (issue 36: 4, 7; L3, L4, L7)."""
+together (issue 36: 4, 7; L3, L4, L7). Row L5."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ def test_large_inputs_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(run_program(GATED, x_RH), whole)
 
 
-def test_l3_constants_that_the_engine_holds() -> None:
+def test_constants_that_the_engine_holds() -> None:
     from midstream.plan import running
     from midstream.trace.weights import on_device
 
@@ -499,7 +499,7 @@ def test_tables_run_programs_after_the_other_edits(kind: Any, second: bool) -> N
 
 @pytest.mark.parametrize("number", [1e39, -1e300, 1 << 62, float("inf"), -float("inf")])
 @pytest.mark.parametrize("kind", TABLES)
-def test_l7_numbers_beyond_float32_are_no_worse_than_others(kind: Any, number: float) -> None:
+def test_numbers_beyond_float32_are_no_worse_than_others(kind: Any, number: float) -> None:
     """A bank holds numbers as float32, and a stranger may send any. Seen failing, with the engine's end, when it held larger ones."""
     tables = make_tables(kind, 8)
     programs = [program(("div.Tensor", (INPUT, each))) for each in (number, 3.0)]
@@ -531,7 +531,7 @@ IN_GRAPHS = {"eager": (), "recorded": (0, 1, 2), "the first in a graph": (0,), "
 
 @pytest.mark.parametrize(("kind", "how"), [(TorchTables, "eager"), *((DeviceTables, how) for how in IN_GRAPHS)])
 @pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
-def test_l3_programs_read_earlier_values_of_the_step(kind: Any, second: bool, how: str) -> None:
+def test_programs_read_earlier_values_of_the_step(kind: Any, second: bool, how: str) -> None:
     """Three plans and plain rows, in steps with other rows each time. A value is the one before the edits at its own site. Parts of a
     step may run in graphs and others outside."""
     rng = np.random.default_rng(7)
@@ -589,7 +589,7 @@ def test_l3_programs_read_earlier_values_of_the_step(kind: Any, second: bool, ho
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
-def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> None:
+def test_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> None:
     """Plans come and go, and rows change, between replays. A graph is recorded for what acts and replayed whenever that acts again. Where
     there is no GPU, what it would have recorded is called again."""
     rng = np.random.default_rng(5)
@@ -696,7 +696,7 @@ def _top(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["step", "graph"])
 @pytest.mark.parametrize("kind", TABLES)
-def test_l4_captures_keep_what_programs_compute(kind: Any, recorded: bool, second: bool) -> None:
+def test_captures_keep_what_programs_compute(kind: Any, recorded: bool, second: bool) -> None:
     """Before the edits and after them, beside whole rows of other sites and requests: in one bank for programs of one form."""
     if recorded and kind is TorchTables:
         pytest.skip("only the device's tables are recorded")
@@ -768,12 +768,12 @@ def test_l4_captures_keep_what_programs_compute(kind: Any, recorded: bool, secon
         ({"program": "norm"}, r"Capture\.program"),
     ],
 )
-def test_l4_captures_refuse(given: Any, message: str) -> None:
+def test_captures_refuse(given: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Capture("resid_post", **given)
 
 
-def test_l4_two_programs_at_one_value_are_refused() -> None:
+def test_two_programs_at_one_value_are_refused() -> None:
     other = program(("relu.default", (INPUT,)), result=(Ref(0),))
     plan = Plan.of([Capture("resid_post", layers=1, program=TOP), Capture("resid_post", layers=1, program=other)])
     with pytest.raises(PlanError, match=r"Capture\.program is two that differ at resid_post\[1\]"):
@@ -783,7 +783,7 @@ def test_l4_two_programs_at_one_value_are_refused() -> None:
         check(Plan.of(Capture("resid_post", layers=1, program=TOP)), facts, 3, 1, vectors=None, runs=None)
 
 
-def test_l4_a_capture_with_a_program_on_the_wire() -> None:
+def test_a_capture_with_a_program_on_the_wire() -> None:
     plan = Plan.of(Capture("resid_post", layers=1, program=TOP))
     assert Plan.from_wire(plan.to_wire()) == plan
     assert Plan.from_json(plan.to_json()).captures[0].program == TOP
@@ -791,7 +791,7 @@ def test_l4_a_capture_with_a_program_on_the_wire() -> None:
         Apply("resid_post", program=TOP)
 
 
-def test_l5_all_is_computed_on_the_rows_device() -> None:
+def test_all_is_computed_on_the_rows_device() -> None:
     """A graph cannot hold a copy from the host. Seen failing on a GPU with the program of `h[:, 17] = 0`."""
     more = program(
         ("full.default", ((RowCount(1), W), 1.0), {"dtype": DType("float32")}),

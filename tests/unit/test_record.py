@@ -30,7 +30,7 @@ from midstream.trace.stand_in import Ended
 # Numbers that only the forward has.
 
 
-def test_l2_a_number_of_the_forward_that_is_used_ends_the_recording():
+def test_a_number_of_the_forward_that_is_used_ends_the_recording():
     def truth(model):
         if model.layers_output[1].norm() > 3:
             model.layers_output[2] += V
@@ -123,7 +123,7 @@ def test_l2_a_number_of_the_forward_that_is_used_ends_the_recording():
         assert any(given.reason.startswith(f"line {line + i}: ") for i in range(1, 4)), (body.__name__, given.reason)
 
 
-def test_l1_a_number_that_is_kept_does_not_end_the_recording():
+def test_a_number_that_is_kept_does_not_end_the_recording():
     def kept(model, tracer):
         out = []
         for _ in tracer.iter[:]:
@@ -159,7 +159,7 @@ def test_l1_a_number_that_is_kept_does_not_end_the_recording():
     assert found(kept).tier is Tier.BEHIND
 
 
-def test_l2_a_kept_number_that_is_looked_at_ends_the_recording():
+def test_a_kept_number_that_is_looked_at_ends_the_recording():
     looks = [
         lambda n: n > 3, lambda n: n == 3, lambda n: bool(n), lambda n: [V][n], lambda n: {n: 1}, lambda n: f"{n:.3f}",
         str, repr, int, float, round, math.sqrt, hash, print, divmod, lambda n: n**2, lambda n: n / 2, lambda n: 1 / n, lambda n: n // 2,
@@ -188,7 +188,7 @@ def test_l2_a_kept_number_that_is_looked_at_ends_the_recording():
     ],
     ids=["array", "array of a list", "array of numbers", "attributes", "too large"],
 )
-def test_l2_code_cannot_tell_a_number_from_one_that_it_has(ask):
+def test_code_cannot_tell_a_number_from_one_that_it_has(ask):
     def body(model):
         h = model.layers_output[1]
         try:
@@ -212,7 +212,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_l2_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
+def test_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
     use_it = USES[use]
 
     def body(model):
@@ -225,7 +225,7 @@ def test_l2_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
     checked(body)
 
 
-def test_l2_code_cannot_tell_by_a_type_that_it_is_recorded():
+def test_code_cannot_tell_by_a_type_that_it_is_recorded():
     class Meta(type):
         made = 0
 
@@ -265,7 +265,7 @@ def test_l2_code_cannot_tell_by_a_type_that_it_is_recorded():
 
 
 @pytest.mark.parametrize("what", ["class", "None", "text"])
-def test_l2_code_cannot_tell_otherwise_that_it_is_recorded(what):
+def test_code_cannot_tell_otherwise_that_it_is_recorded(what):
     def by_class_of_a_value(model):
         if model.layers_output[2].__class__ is torch.Tensor:
             model.layers_output[2] += V
@@ -287,7 +287,7 @@ def test_l2_code_cannot_tell_otherwise_that_it_is_recorded(what):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_l2_a_value_that_is_rounded_is_not_the_same(dtype):
+def test_a_value_that_is_rounded_is_not_the_same(dtype):
     def body(model):
         h = model.layers_output[2]
         model.layers_output[2] = h.to(dtype).to(h.dtype)
@@ -295,7 +295,7 @@ def test_l2_a_value_that_is_rounded_is_not_the_same(dtype):
     checked(body)
 
 
-def test_l2_a_tensor_that_is_changed_by_what_overlaps_with_it_ends_the_recording():
+def test_a_tensor_that_is_changed_by_what_overlaps_with_it_ends_the_recording():
     """PyTorch raises an error, or does not say what comes out."""
 
     def neighbours(model):
@@ -318,7 +318,7 @@ def test_l2_a_tensor_that_is_changed_by_what_overlaps_with_it_ends_the_recording
     in_forward(neighbours, moved, columns, only_row, why=why)
 
 
-def test_l1_a_tensor_that_is_changed_by_another_part_of_it_or_all_of_it():
+def test_a_tensor_that_is_changed_by_another_part_of_it_or_all_of_it():
     def rows(model):
         h = model.layers_output[1]
         h[0] += h[-1]
@@ -337,7 +337,7 @@ def test_l1_a_tensor_that_is_changed_by_another_part_of_it_or_all_of_it():
     in_forward(rows, why="tokens")
 
 
-def test_l2_a_tensor_that_is_indexed_by_what_it_changes_ends_the_recording():
+def test_a_tensor_that_is_indexed_by_what_it_changes_ends_the_recording():
     """Elementwise operations may read all that they change, and others not."""
     places = torch.arange(WIDTH).flip(0)
 
@@ -352,7 +352,7 @@ def test_l2_a_tensor_that_is_indexed_by_what_it_changes_ends_the_recording():
     in_forward(permuted, scattered)
 
 
-def test_l1_shapes_and_dtypes_of_views_and_of_tensors_that_change_their_shape():
+def test_shapes_and_dtypes_of_views_and_of_tensors_that_change_their_shape():
     """Seen failing where shapes were remembered for views, and for operations in place."""
     narrow = torch.ones(WIDTH, 2)
 
@@ -372,7 +372,7 @@ def test_l1_shapes_and_dtypes_of_views_and_of_tensors_that_change_their_shape():
         assert said(checked(body)) == [steer(V)], body.__name__
 
 
-def test_l2_an_error_that_depends_on_the_dtype_ends_the_recording():
+def test_an_error_that_depends_on_the_dtype_ends_the_recording():
     def softmax(model):
         model.layers_output[2].long().softmax(-1)
         model.layers_output[2] += V
@@ -385,7 +385,7 @@ def test_l2_an_error_that_depends_on_the_dtype_ends_the_recording():
     in_forward(softmax, subtracted)
 
 
-def test_l2_numbers_that_differ_in_the_sign_of_zero_are_two():
+def test_numbers_that_differ_in_the_sign_of_zero_are_two():
     def divided(model, tracer):
         z = 0.0
         for _ in tracer.iter[:]:
@@ -402,7 +402,7 @@ def test_l2_numbers_that_differ_in_the_sign_of_zero_are_two():
         checked(body)
 
 
-def test_l2_whether_two_parts_overlap_may_depend_on_the_length():
+def test_whether_two_parts_overlap_may_depend_on_the_length():
     """Recorded for 5 and for many tokens, the two parts are the same, or have nothing in common; with 7 they overlap."""
 
     def ends(model):
@@ -413,7 +413,7 @@ def test_l2_whether_two_parts_overlap_may_depend_on_the_length():
     assert "reads a part" in found(ends, length=7).reason
 
 
-def test_l2_an_index_that_the_forward_has_may_raise_so_writes_stay_in_the_forward():
+def test_an_index_that_the_forward_has_may_raise_so_writes_stay_in_the_forward():
     table = torch.eye(WIDTH)
 
     def reads(model):
@@ -428,7 +428,7 @@ def test_l2_an_index_that_the_forward_has_may_raise_so_writes_stay_in_the_forwar
     assert given.tier is Tier.FORWARD and "raises an error depends on the values" in given.reason
 
 
-def test_l2_an_error_that_depends_on_values_is_caught():
+def test_an_error_that_depends_on_values_is_caught():
     table = torch.eye(WIDTH)
 
     def body(model):
@@ -443,7 +443,7 @@ def test_l2_an_error_that_depends_on_values_is_caught():
 # A swallowed end still counts.
 
 
-def test_l2_code_that_swallows_the_end_runs_in_the_forward(monkeypatch):
+def test_code_that_swallows_the_end_runs_in_the_forward(monkeypatch):
     def bare_except(model):
         try:
             is_large = bool(model.layers_output[1].norm() > 3)
@@ -516,7 +516,7 @@ def test_l2_code_that_swallows_the_end_runs_in_the_forward(monkeypatch):
         assert int(given.reason.split()[1].rstrip(":")) > line, given.reason
 
 
-def test_l2_what_a_body_does_after_a_swallowed_number_still_ends_before_it_acts(tmp_path):
+def test_what_a_body_does_after_a_swallowed_number_still_ends_before_it_acts(tmp_path):
     path = str(tmp_path / "made")
 
     def body(model):
@@ -530,7 +530,7 @@ def test_l2_what_a_body_does_after_a_swallowed_number_still_ends_before_it_acts(
 
 
 @pytest.mark.parametrize("how", ["except", "finally"])
-def test_l2_what_a_body_does_after_a_swallowed_call_still_ends_before_it_acts(tmp_path, how):
+def test_what_a_body_does_after_a_swallowed_call_still_ends_before_it_acts(tmp_path, how):
     path = str(tmp_path / "made")
 
     def caught(model):
@@ -551,7 +551,7 @@ def test_l2_what_a_body_does_after_a_swallowed_call_still_ends_before_it_acts(tm
 # Errors.
 
 
-def test_l1_a_body_that_raises_runs_in_the_forward_which_has_the_error():
+def test_a_body_that_raises_runs_in_the_forward_which_has_the_error():
     def own(model):
         model.layers_output[2] += V
         raise ValueError("own")
@@ -604,7 +604,7 @@ def test_l1_a_body_that_raises_runs_in_the_forward_which_has_the_error():
 
 
 @pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError, BaseException])
-def test_l2_errors_that_are_no_exceptions_do_not_reach_the_caller(kind):
+def test_errors_that_are_no_exceptions_do_not_reach_the_caller(kind):
     def body(model):
         raise kind
 
@@ -614,7 +614,7 @@ def test_l2_errors_that_are_no_exceptions_do_not_reach_the_caller(kind):
         raise AssertionError("it reached the caller") from error
 
 
-def test_l2_a_body_that_computes_too_much_is_not_recorded_to_its_end(monkeypatch):
+def test_a_body_that_computes_too_much_is_not_recorded_to_its_end(monkeypatch):
     def body(model):
         while True:
             model.layers_output[2] += V
@@ -624,7 +624,7 @@ def test_l2_a_body_that_computes_too_much_is_not_recorded_to_its_end(monkeypatch
     assert given.tier is Tier.FORWARD and "too much" in given.reason
 
 
-def test_l1_recursion_that_is_too_deep_is_an_error_like_any_other():
+def test_recursion_that_is_too_deep_is_an_error_like_any_other():
     def caught(model):
         def deeper(n):
             return deeper(n + 1)
@@ -637,7 +637,7 @@ def test_l1_recursion_that_is_too_deep_is_an_error_like_any_other():
     assert said(planned(caught)[0]) == [steer(V)]
 
 
-def test_l2_a_value_that_is_used_after_the_recording_says_so():
+def test_a_value_that_is_used_after_the_recording_says_so():
     def body(model):
         return model.layers_output[2]
 
@@ -648,7 +648,7 @@ def test_l2_a_value_that_is_used_after_the_recording_says_so():
 # What is said of it.
 
 
-def test_l2_notes_say_what_becomes_of_each_line():
+def test_notes_say_what_becomes_of_each_line():
     def decides(model):
         if model.layers_output[1].norm() > 3:
             model.layers_output[2] += V
@@ -672,7 +672,7 @@ def test_l2_notes_say_what_becomes_of_each_line():
     assert found(looks_later).reason.startswith(f"line {looks_later.__code__.co_firstlineno + 2}: ")
 
 
-def test_l1_sites_outside_of_the_graphs_stay_in_the_forward():
+def test_sites_outside_of_the_graphs_stay_in_the_forward():
     from recorded import model as made
 
     def reads(model):
@@ -689,7 +689,7 @@ def test_l1_sites_outside_of_the_graphs_stay_in_the_forward():
         )
 
 
-def test_l1_values_after_the_forward_are_written_behind_the_step():
+def test_values_after_the_forward_are_written_behind_the_step():
     def biased(model, tracer):
         for _ in tracer.iter[:]:
             model.logits[:, 3] = -1e9
@@ -705,7 +705,7 @@ def test_l1_values_after_the_forward_are_written_behind_the_step():
 # The tracer and the model's modules.
 
 
-def test_l1_a_cache_of_sites_is_captured_in_every_step():
+def test_a_cache_of_sites_is_captured_in_every_step():
     def some(model, tracer):
         return tracer.cache(modules=[layer.mlp for layer in model.model.layers[:2]])
 
@@ -727,7 +727,7 @@ def test_l1_a_cache_of_sites_is_captured_in_every_step():
         assert given.tier is Tier.BEHIND and captured(given) == rows, body.__name__
 
 
-def test_l2_a_cache_that_is_looked_at_and_what_is_not_a_sites_value_stay_in_the_forward():
+def test_a_cache_that_is_looked_at_and_what_is_not_a_sites_value_stay_in_the_forward():
     def all_modules(model, tracer):
         return tracer.cache()
 
@@ -778,7 +778,7 @@ def test_l2_a_cache_that_is_looked_at_and_what_is_not_a_sites_value_stay_in_the_
         assert given.tier is Tier.FORWARD and not given.edits, body.__name__
 
 
-def test_l1_norms_and_the_unembedding_are_computed_behind_the_step():
+def test_norms_and_the_unembedding_are_computed_behind_the_step():
     def body(model):
         h = model.layers_output[2]
         return model.model.norm(h).shape, model.project_on_vocab(h)
@@ -787,7 +787,7 @@ def test_l1_norms_and_the_unembedding_are_computed_behind_the_step():
     assert given.tier is Tier.BEHIND and captured(given) == {("resid_post", 2): ["all_prompt"]}
 
 
-def test_l1_a_request_that_is_stopped_needs_its_code():
+def test_a_request_that_is_stopped_needs_its_code():
     def stops(model, tracer):
         for step in tracer.iter[:]:
             model.layers_output[2] += V
@@ -807,7 +807,7 @@ def test_l1_a_request_that_is_stopped_needs_its_code():
         assert given.tier is Tier.BEHIND and said(given) == [steer(V, where=where)], body.__name__
 
 
-def test_l1_save_may_be_used_by_the_packages_name_or_another():
+def test_save_may_be_used_by_the_packages_name_or_another():
     def by_name(model):
         return midstream.save(model.layers_output[2] * 2)
 
@@ -821,7 +821,7 @@ def test_l1_save_may_be_used_by_the_packages_name_or_another():
     assert set(checked(by_another_name).reads) == {("resid_post", 0), ("resid_post", 1)}
 
 
-def test_l1_a_function_whose_file_was_edited_or_that_has_no_source_is_run_as_it_is(tmp_path):
+def test_a_function_whose_file_was_edited_or_that_has_no_source_is_run_as_it_is(tmp_path):
     path = tmp_path / "edited.py"
     path.write_text("def body(model):\n    model.layers_output[1] += 1\n")
     names: dict = {}

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
-import itertools
 import operator
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from recorded import (
@@ -43,7 +38,7 @@ def _the_callers_tensors_stay_as_they_are():
 # What is added.
 
 
-def test_l1_a_vector_that_is_added_is_a_steer_however_it_is_written():
+def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
     def in_place(model):
         model.layers_output[2] += V
 
@@ -180,7 +175,7 @@ def test_l1_a_vector_that_is_added_is_a_steer_however_it_is_written():
         torch.testing.assert_close(total, V)
 
 
-def test_l1_a_number_is_added_to_all_elements():
+def test_a_number_is_added_to_all_elements():
     def number(model):
         model.layers_output[2] += 0.5
 
@@ -191,7 +186,7 @@ def test_l1_a_number_is_added_to_all_elements():
     assert said(one) == [steer(torch.full((WIDTH,), 0.5))] and not other.edits
 
 
-def test_l1_rows_that_differ_are_added_by_position():
+def test_rows_that_differ_are_added_by_position():
     def body(model):
         model.layers_output[2] += ROWS
 
@@ -201,290 +196,10 @@ def test_l1_rows_that_differ_are_added_by_position():
 # What Python does with a vector before it is written.
 
 
-def test_l1_a_vector_is_as_its_aliases_have_left_it():
-    def clone(model):
-        v = V.clone()
-        v[0] = 7
-        model.layers_output[2] += v
-
-    def unit(model):
-        def unit_(v):
-            v /= v.norm()
-
-        unit_(v := V.clone())
-        model.layers_output[2] += v
-
-    def tuples(model):
-        for layer, v in ((1, V.clone()), (2, -V)):
-            v *= 10
-            model.layers_output[layer] += v
-
-    def pairs_are_changed_before(model):
-        pairs = list(zip((1, 2), (V.clone(), V.clone()), strict=True))
-        for _, v in pairs:
-            v.mul_(3)
-        for i, (layer, v) in enumerate(pairs):
-            model.layers_output[layer] += (i + 1) * v
-
-    def default(model):
-        v = V.clone()
-
-        def grow(v=v):
-            v *= 4
-
-        grow(), grow()
-        model.layers_output[2] += v
-
-    def methods(model):
-        v = V.clone()
-        list(map(operator.methodcaller("mul_", 2.0), [v, v]))
-        grow = v.mul_
-        grow(4)
-        model.layers_output[2] += v
-
-    def views(model):
-        v = V.clone()
-        v[:4] = 0
-        v.view(2, 4)[1] += 1
-        v.data.clamp_(max=7)
-        model.layers_output[2] += v
-
-    def out(model):
-        v = torch.empty(WIDTH)
-        torch.mul(V, 3, out=v)
-        model.layers_output[2] += v
-
-    def arrays(model):
-        v = V.clone()
-        array = v.numpy()
-        array[:3] = 5
-        np.add(array, 1, out=array)
-        model.layers_output[2] += v
-
-    def tensors_of_arrays(model):
-        array = np.ones(WIDTH, dtype=np.float32)
-        v = torch.from_numpy(array)
-        array *= 3
-        model.layers_output[2] += v
-
-    def lists(model):
-        vectors = [V]
-        vectors.append(2 * V)
-        model.layers_output[2] += vectors[-1]
-
-    def walrus(model):
-        s = 1.0
-        scales = [s := s * 3 for _ in range(3)]
-        model.layers_output[2] += scales[-1] * V + s * V
-
-    def popped(model):
-        todo = [V, 2 * V, 3 * V]
-        [todo.pop() for _ in range(2)]
-        for v in todo:
-            model.layers_output[2] += v
-
-    def appended(model):
-        found = []
-        any(found.append(s) or s > 2 for s in (1, 2, 3, 4))
-        model.layers_output[2] += len(found) * V
-
-    numbers = {
-        "clone": torch.cat([torch.tensor([7.0]), V[1:]]),
-        "unit": UNIT,
-        "default": 16 * V,
-        "methods": 16 * V,
-        "views": torch.tensor([0.0, 0, 0, 0, 6, 7, 7, 7]),
-        "out": 3 * V,
-        "arrays": torch.tensor([6.0, 6, 6, 5, 6, 7, 8, 9]),
-        "tensors_of_arrays": torch.full((WIDTH,), 3.0),
-        "lists": 2 * V,
-        "popped": V,
-        "appended": 3 * V,
-    }
-    bodies = {name: body for name, body in locals().items() if callable(body)}
-    for name, given in zip(bodies, planned(*bodies.values()), strict=True):
-        if name in numbers:
-            assert said(given) == [steer(numbers[name])], name
-    (tuples_, pairs_) = planned(tuples, pairs_are_changed_before)
-    assert said(tuples_) == [steer(10 * V, 1), steer(-10 * V)]
-    assert said(pairs_) == [steer(3 * V, 1), steer(6 * V)]
-    (walrus_,) = planned(walrus)
-    assert said(walrus_) == [steer(54 * V)]
-
-
-def test_l1_what_python_does_not_come_to_is_not_written():
-    flag = False
-
-    def short_circuit(model):
-        flag and model.steer([3], V)
-
-    def conditional(model):
-        model.steer([3], V) if flag else None
-
-    def chained(model):
-        def write():
-            model.steer([3], V)
-            return 5
-
-        return 3 < 2 < write()
-
-    def asserted(model):
-        assert not flag, model.steer([3], V)
-
-    def swallowed(model):
-        with contextlib.suppress(ValueError):
-            raise ValueError
-            model.steer([3], V)
-
-    def checked_by_numpy(model):
-        with np.testing.assert_raises(ValueError):
-            raise ValueError
-            model.steer([3], V)
-
-    def never_asked(model):
-        (model.steer([3], V) for _ in range(3))
-
-    def returned(model):
-        for layer in range(3):
-            if layer == 1:
-                return
-            model.layers_output[layer] += V
-
-    *none, first = planned(
-        short_circuit, conditional, chained, asserted, swallowed, checked_by_numpy, never_asked, returned
-    )
-    assert not any(each.edits for each in none)
-    assert said(first) == [steer(V, 0)]
-
-
-def test_l1_exceptions_classes_and_recursion_are_pythons_business():
-    def exceptions(model):
-        try:
-            {}["x"]
-        except KeyError:
-            model.layers_output[1] += V
-        else:
-            model.layers_output[1] += 2 * V
-        finally:
-            model.layers_output[2] += V
-
-    def classes(model):
-        class Scaled:
-            factor = 3
-
-            def __init__(self, v):
-                self.v = v
-
-            def __radd__(self, h):
-                return h + self.factor * self.v
-
-            @property
-            def twice(self):
-                return 2 * self.v
-
-        one = Scaled(V)
-        model.layers_output[1] = model.layers_output[1] + one.twice
-        one.factor = 1
-        model.layers_output[2] = one.__radd__(model.layers_output[2])
-
-    def managers(model):
-        @contextlib.contextmanager
-        def grown(v, by):
-            v *= by
-            yield v
-            v /= by
-
-        v = V.clone()
-        with grown(v, 2) as w:
-            model.layers_output[1] += w
-        model.layers_output[2] += v
-
-    def recursion(model):
-        def at(layer):
-            if layer < 3:
-                model.layers_output[layer] += layer * V
-                at(layer + 1)
-
-        at(1)
-
-    def caches(model):
-        calls = []
-
-        @functools.lru_cache
-        def made(k):
-            calls.append(k)
-            return k * V
-
-        model.layers_output[1] += made(2) + made(2)
-        model.layers_output[2] += len(calls) * V
-
-    def coroutines(model):
-        def sums():
-            total = 0
-            while True:
-                total += yield total * V
-
-        total = sums()
-        next(total)
-        model.layers_output[1] += total.send(2)
-        model.layers_output[2] += total.send(3)
-
-    def matched(model):
-        for each in ({"layer": 1, "by": 2.0}, (2, 3.0)):
-            match each:
-                case {"layer": int(layer), "by": by}:
-                    model.layers_output[layer] += by * V
-                case (layer, float(by)):
-                    model.layers_output[layer] += by * V
-
-    def tools(model):
-        todo = collections.deque([(2, 1.0), (1, 2.0)])
-        todo.rotate(1)
-        for (layer, by), sign in zip(todo, itertools.cycle([1, -1]), strict=False):
-            model.layers_output[layer] += sign * by * V
-
-    def namespaces(model):
-        space = SimpleNamespace(v=V.clone(), layer=1)
-        for _ in range(2):
-            space.v *= 2
-            model.layers_output[space.layer] += space.v
-            vars(space)["layer"] += 1
-
-    expected = {
-        exceptions: (1, 1), classes: (2, 1), managers: (2, 1), recursion: (1, 2), caches: (4, 1), coroutines: (2, 5),
-        matched: (2, 3), tools: (2, -1), namespaces: (2, 4),
-    }  # fmt: skip
-    for (first, second), given in zip(expected.values(), planned(*expected), strict=True):
-        assert said(given) == [steer(first * V, 1), steer(second * V, 2)]
-
-
-def test_l1_helpers_closures_defaults_and_loops_over_layers():
-    vectors = [V, 2 * V]
-
-    def helper(m, layer, scale=1.0):
-        m.layers_output[layer] += scale * vectors[layer - 1]
-
-    def body(model):
-        helper(model, 1)
-        helper(model, 2, scale=0.5)
-
-    def loop(model):
-        for layer, scale in zip(range(1, 3), [1.0, 3.0], strict=True):
-            model.layers_output[layer] += scale * V
-
-    def with_defaults(model, layer=1, vector=V):
-        model.layers_output[layer] += vector
-
-    first, second, third = planned(body, loop, with_defaults)
-    assert said(first) == [steer(V, 1), steer(V, 2)]
-    assert said(second) == [steer(V, 1), steer(3 * V, 2)]
-    assert said(third) == [steer(V, 1)]
-
-
 # What is projected out.
 
 
-def test_l1_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written():
+def test_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written():
     def in_place(model):
         model.layers_output[2] -= (model.layers_output[2] @ UNIT)[:, None] * UNIT
 
@@ -517,7 +232,7 @@ def test_l1_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written()
         assert edit.strength == pytest.approx(1)
 
 
-def test_l1_a_projection_of_one_row_or_by_half_or_to_a_value():
+def test_a_projection_of_one_row_or_by_half_or_to_a_value():
     def last(model):
         model.layers_output[2][-1] -= (model.layers_output[2][-1] @ UNIT) * UNIT
 
@@ -534,7 +249,7 @@ def test_l1_a_projection_of_one_row_or_by_half_or_to_a_value():
     assert (three.edits[0].low, three.edits[0].high) == (pytest.approx(3), pytest.approx(3))
 
 
-def test_l1_what_is_like_a_projection_and_is_none():
+def test_what_is_like_a_projection_and_is_none():
     def on_a_longer_vector(model):
         model.layers_output[2] -= (model.layers_output[2] @ V)[:, None] * V
 
@@ -569,7 +284,7 @@ def test_l1_what_is_like_a_projection_and_is_none():
     without_simple_edits(*(body for body in locals().values() if callable(body)))
 
 
-def test_l1_a_projection_of_tokens_as_many_as_the_width_is_told_from_one_of_features():
+def test_a_projection_of_tokens_as_many_as_the_width_is_told_from_one_of_features():
     def over_tokens(model):
         model.layers_output[2] -= (model.layers_output[2].T @ UNIT) * UNIT
 
@@ -585,7 +300,7 @@ def test_l1_a_projection_of_tokens_as_many_as_the_width_is_told_from_one_of_feat
     assert said(checked(row, length=WIDTH)) == [patch(torch.zeros(WIDTH))]
 
 
-def test_l1_a_projection_after_a_sum_is_one_of_the_sum():
+def test_a_projection_after_a_sum_is_one_of_the_sum():
     def by_name(model):
         h = model.layers_output[2]
         model.layers_output[2] += V
@@ -607,7 +322,7 @@ def test_l1_a_projection_after_a_sum_is_one_of_the_sum():
 # Rows that are replaced.
 
 
-def test_l1_replaced_rows_are_patches():
+def test_replaced_rows_are_patches():
     def last_is_zero(model):
         model.layers_output[2][-1] = 0
 
@@ -662,7 +377,7 @@ def test_l1_replaced_rows_are_patches():
         assert found == {row: ("Patch", v.tolist()) for row, v in rows.items()}
 
 
-def test_l1_rows_that_are_added_to_name_their_positions():
+def test_rows_that_are_added_to_name_their_positions():
     def some(model):
         h = model.layers_output[2].clone()
         h[[0, 2]] += V
@@ -682,7 +397,7 @@ def test_l1_rows_that_are_added_to_name_their_positions():
         assert said(given) == [steer(V, where=places)]
 
 
-def test_l1_rows_twice_are_as_pytorch_has_them():
+def test_rows_twice_are_as_pytorch_has_them():
     def replaced(model):
         model.layers_output[2][[1, 1]] = 0
 
@@ -699,7 +414,7 @@ def test_l1_rows_twice_are_as_pytorch_has_them():
         checked(body)
 
 
-def test_l1_two_kinds_of_writes_to_one_site_keep_their_order():
+def test_two_kinds_of_writes_to_one_site_keep_their_order():
     def added_then_replaced(model):
         model.layers_output[2] += V
         model.layers_output[2][-1] = 0
@@ -732,7 +447,7 @@ def test_l1_two_kinds_of_writes_to_one_site_keep_their_order():
         checked(body)
 
 
-def test_l1_columns_products_and_functions_are_no_edits_yet():
+def test_columns_products_and_functions_are_no_edits_yet():
     def columns(model):
         model.layers_output[2][:, 2] = 0
 
@@ -792,7 +507,7 @@ def test_l1_columns_products_and_functions_are_no_edits_yet():
     without_simple_edits(*locals().values())
 
 
-def test_l2_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
+def test_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
     """Some of these could be edits. Those that are must be right."""
 
     def by_out(model):
@@ -866,7 +581,7 @@ def test_l2_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
 
 
 @pytest.mark.parametrize("how", ["row after all", "all after row", "rows", "column", "replaced"])
-def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
+def test_numbers_that_differ_between_rows_stay_with_their_rows(how):
     def row_after_all(model):
         h = model.layers_output[2]
         h += ROWS
@@ -902,7 +617,7 @@ def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
     checked(bodies[how])
 
 
-def test_l2_many_changes_of_one_value():
+def test_many_changes_of_one_value():
     def body(model):
         for _ in range(1000):
             model.layers_output[2] += V
@@ -910,14 +625,14 @@ def test_l2_many_changes_of_one_value():
     assert found(body).tier in (Tier.PLAN, Tier.FORWARD)
 
 
-def test_l2_one_row_by_two_numbers():
+def test_one_row_by_two_numbers():
     def body(model):
         model.layers_output[2][[-1, LENGTH - 1]] = ROWS[:2]
 
     checked(body)
 
 
-def test_l2_a_projection_in_an_odd_spelling_does_not_break_the_recording():
+def test_a_projection_in_an_odd_spelling_does_not_break_the_recording():
     def transposed(model):
         h = model.layers_output[2]
         h -= torch.mv(h, UNIT)[None].T * UNIT
@@ -937,7 +652,7 @@ def test_l2_a_projection_in_an_odd_spelling_does_not_break_the_recording():
 # Modules.
 
 
-def test_l1_a_modules_value_that_is_a_sites_is_written_by_a_plan():
+def test_a_modules_value_that_is_a_sites_is_written_by_a_plan():
     def added_to(model, tracer):
         for _ in tracer.iter[:]:
             model.model.layers[2].mlp.output += V
@@ -978,7 +693,7 @@ def test_l1_a_modules_value_that_is_a_sites_is_written_by_a_plan():
         assert said(given) == edits
 
 
-def test_l1_a_module_takes_its_own_shape():
+def test_a_module_takes_its_own_shape():
     def row(model):
         model.model.layers[2].mlp.output = V
 
@@ -988,7 +703,7 @@ def test_l1_a_module_takes_its_own_shape():
     in_forward(row, other_dtype, why="another structure, shape or dtype")
 
 
-def test_l2_a_stream_that_is_read_stays_in_the_forward():
+def test_a_stream_that_is_read_stays_in_the_forward():
     """Captures have the sum of the streams."""
 
     def body(model):
@@ -997,7 +712,7 @@ def test_l2_a_stream_that_is_read_stays_in_the_forward():
     in_forward(body, why="two streams")
 
 
-def test_l1_streams_of_a_layer():
+def test_streams_of_a_layer():
     def both(model):
         hidden, residual = model.model.layers[2].output
         hidden += V

@@ -15,7 +15,7 @@ from midstream.trace.record import fingerprint
 # Variables that change.
 
 
-def test_l2_code_that_does_something_else_in_its_second_run_is_not_taken_at_its_first():
+def test_code_that_does_something_else_in_its_second_run_is_not_taken_at_its_first():
     """In one request it runs once; in several requests it runs as often, on the same variables."""
     count, todo, scales = [0], [V, 2 * V, 3 * V], itertools.count(1)
     once = [True]
@@ -47,7 +47,7 @@ def test_l2_code_that_does_something_else_in_its_second_run_is_not_taken_at_its_
 
 
 @pytest.mark.parametrize("how", ["pops", "counts"])
-def test_l2_code_that_does_something_else_in_its_third_run_is_not_taken_at_its_first(how):
+def test_code_that_does_something_else_in_its_third_run_is_not_taken_at_its_first(how):
     scales, count = [1, 1, 2, 2], [0]
 
     def pops(model):
@@ -63,7 +63,7 @@ def test_l2_code_that_does_something_else_in_its_third_run_is_not_taken_at_its_f
 
 
 @pytest.mark.parametrize("how", ["plan", "client"])
-def test_l2_values_that_differ_between_requests_are_not_those_of_the_first(how):
+def test_values_that_differ_between_requests_are_not_those_of_the_first(how):
     count = [0]
 
     def writes(model):
@@ -79,7 +79,7 @@ def test_l2_values_that_differ_between_requests_are_not_those_of_the_first(how):
     assert {each.tier for each in several} <= {Tier.BEHIND, Tier.FORWARD}
 
 
-def test_l2_a_body_that_changes_what_another_one_writes():
+def test_a_body_that_changes_what_another_one_writes():
     v = V.clone()
 
     def writes(model):
@@ -98,7 +98,7 @@ def test_l2_a_body_that_changes_what_another_one_writes():
 
 
 @pytest.mark.parametrize("how", ["requests", "steps", "one request"])
-def test_l2_a_body_that_changes_what_a_later_one_has_written_by_then(how):
+def test_a_body_that_changes_what_a_later_one_has_written_by_then(how):
     """The first body changes `v` after the second one has used it."""
     v = V.clone()
 
@@ -131,7 +131,7 @@ def test_l2_a_body_that_changes_what_a_later_one_has_written_by_then(how):
 # Several bodies, requests and lengths.
 
 
-def test_l1_bodies_of_one_request_are_made_by_one_plan():
+def test_bodies_of_one_request_are_made_by_one_plan():
     def one(model):
         model.layers_output[1] += V
 
@@ -158,7 +158,7 @@ def test_l1_bodies_of_one_request_are_made_by_one_plan():
     assert found(one, decides).tier is Tier.FORWARD
 
 
-def test_l1_each_request_has_its_own_edits():
+def test_each_request_has_its_own_edits():
     def of(factor, layer):
         def body(model):
             model.layers_output[layer] += factor * V
@@ -170,7 +170,7 @@ def test_l1_each_request_has_its_own_edits():
     assert [said(each) for each in every] == [[steer(V, 1)], [steer(2 * V, 1)], [steer(V, 2)], [steer(V, 1)]]
 
 
-def test_l1_code_that_looks_at_the_length_is_recorded_for_each():
+def test_code_that_looks_at_the_length_is_recorded_for_each():
     looks = {
         "len": lambda h: len(h), "shape": lambda h: h.shape[0], "size": lambda h: h.size(0), "numel": lambda h: h.numel() // WIDTH,
         "loop": lambda h: sum(1 for _ in h), "unbind": lambda h: len(h.unbind(0)), "split": lambda h: len(h.split(1)),
@@ -187,7 +187,7 @@ def test_l1_code_that_looks_at_the_length_is_recorded_for_each():
         assert [said(each) for each in every] == [[steer(n * V)] for n in lengths], name
 
 
-def test_l1_a_length_for_which_code_does_something_of_its_own():
+def test_a_length_for_which_code_does_something_of_its_own():
     def body(model):
         if len(model.layers_output[2]) == 6:
             model.layers_output[2] += V
@@ -196,7 +196,7 @@ def test_l1_a_length_for_which_code_does_something_of_its_own():
     assert [said(each) for each in every] == [[], [steer(V)], []]
 
 
-def test_l1_rows_are_counted_in_each_prompt():
+def test_rows_are_counted_in_each_prompt():
     def last(model):
         model.layers_output[2][-1] += V
 
@@ -230,7 +230,7 @@ def test_l1_rows_are_counted_in_each_prompt():
             assert given.tier is Tier.PLAN and said(given) == ([] if where is None else [write]), body.__name__
 
 
-def test_l2_a_row_that_a_short_prompt_lacks_is_an_error_of_that_prompt():
+def test_a_row_that_a_short_prompt_lacks_is_an_error_of_that_prompt():
     def row(model):
         model.layers_output[2][5] += V
 
@@ -246,7 +246,7 @@ def test_l2_a_row_that_a_short_prompt_lacks_is_an_error_of_that_prompt():
         assert exact.edits
 
 
-def test_l1_prompts_of_one_token():
+def test_prompts_of_one_token():
     def body(model):
         model.layers_output[2][-1] += V
 
@@ -260,7 +260,7 @@ def test_l1_prompts_of_one_token():
         assert checked(each, length=1).tier is Tier.PLAN
 
 
-def test_l1_copies_of_variables_are_compared_wherever_they_lie_in_memory():
+def test_copies_of_variables_are_compared_wherever_they_lie_in_memory():
     """Seen failing where memory was numbered by its address."""
 
     def program(first, second):
@@ -276,7 +276,7 @@ def test_l1_copies_of_variables_are_compared_wherever_they_lie_in_memory():
     assert given != fingerprint(program(other[:10], other[20:30]))
 
 
-def test_l1_copies_of_a_class_are_one_class_to_those_who_compare():
+def test_copies_of_a_class_are_one_class_to_those_who_compare():
     """A class that is sent whole gets an id in each copy. Seen failing: requests that shared such an object ran in the forward."""
 
     class Probe:

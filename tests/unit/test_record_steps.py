@@ -1,6 +1,6 @@
 """In which steps a body writes, at which moment its values count, and what it reads (rows L1, L2).
 
-Each body runs on plain numbers, too: see `support/recorded.py`.
+Each body runs on plain numbers, too: see `support/recorded.py`. Row L3.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from midstream.lowering.tiers import Tier
 # Steps.
 
 
-def test_l1_steps_say_the_phase():
+def test_steps_say_the_phase():
     def every(model, tracer):
         for _ in tracer.iter[:]:
             model.layers_output[2] += V
@@ -74,7 +74,7 @@ def test_l1_steps_say_the_phase():
     checked(by_next)
 
 
-def test_l3_writes_that_differ_between_generated_steps_name_their_tokens():
+def test_writes_that_differ_between_generated_steps_name_their_tokens():
     def first_steps(model, tracer):
         for step in tracer.iter[:]:
             if step < 2:
@@ -114,7 +114,7 @@ def test_l3_writes_that_differ_between_generated_steps_name_their_tokens():
     assert checked(alternating, steps=9).tier is Tier.PLAN
 
 
-def test_l3_a_request_with_more_or_fewer_steps_has_writes_at_its_own():
+def test_a_request_with_more_or_fewer_steps_has_writes_at_its_own():
     """The recording is the same, and its later steps repeat the third."""
 
     def late(model, tracer):
@@ -125,7 +125,7 @@ def test_l3_a_request_with_more_or_fewer_steps_has_writes_at_its_own():
         assert checked(late, steps=steps).tier is Tier.PLAN
 
 
-def test_l3_a_write_at_too_many_tokens_stays_in_the_forward(monkeypatch):
+def test_a_write_at_too_many_tokens_stays_in_the_forward(monkeypatch):
     monkeypatch.setattr(lowering, "_MOST_NAMED", 3)
 
     def late(model, tracer):
@@ -137,7 +137,7 @@ def test_l3_a_write_at_too_many_tokens_stays_in_the_forward(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["two", "slice", "break", "number", "next"])
-def test_l2_a_body_that_ends_before_the_request_writes_nothing_later(how):
+def test_a_body_that_ends_before_the_request_writes_nothing_later(how):
     def two(model, tracer):
         for _ in tracer.iter[1:3]:
             model.layers_output[2] += V
@@ -164,7 +164,7 @@ def test_l2_a_body_that_ends_before_the_request_writes_nothing_later(how):
     checked(chosen)
 
 
-def test_l1_a_long_request_may_do_something_else_late():
+def test_a_long_request_may_do_something_else_late():
     def late(model, tracer):
         for step in tracer.iter[:]:
             if step == 40:
@@ -175,7 +175,7 @@ def test_l1_a_long_request_may_do_something_else_late():
     assert checked(late, steps=42).tier is Tier.FORWARD
 
 
-def test_l2_a_patch_replaces_rows_of_the_prompt_alone():
+def test_a_patch_replaces_rows_of_the_prompt_alone():
     def body(model, tracer):
         for _ in tracer.iter[:]:
             model.layers_output[2] = V.expand(model.layers_output[2].shape[0], WIDTH)
@@ -184,7 +184,7 @@ def test_l2_a_patch_replaces_rows_of_the_prompt_alone():
     assert ("Patch", True) not in kinds and ("Steer", True) not in kinds
 
 
-def test_l2_values_of_an_earlier_step_stay_in_the_forward():
+def test_values_of_an_earlier_step_stay_in_the_forward():
     def added(model, tracer):
         h = model.layers_output[2]
         for _ in tracer.iter[1:]:
@@ -204,7 +204,7 @@ def test_l2_values_of_an_earlier_step_stay_in_the_forward():
 # Values around the moment of a write.
 
 
-def test_l1_a_value_is_what_it_is_when_the_forward_goes_on():
+def test_a_value_is_what_it_is_when_the_forward_goes_on():
     def changed_after(model):
         h = model.layers_output[1] + V
         model.layers_output[1] = h
@@ -270,7 +270,7 @@ def test_l1_a_value_is_what_it_is_when_the_forward_goes_on():
         assert edits is None or (given.tier is Tier.PLAN and said(given) == edits), (body.__name__, given.reason)
 
 
-def test_l2_a_converted_value_that_is_changed_afterwards_stays_in_the_forward():
+def test_a_converted_value_that_is_changed_afterwards_stays_in_the_forward():
     def row(model):
         v = V.clone()
         model.layers_output[2] = v
@@ -284,7 +284,7 @@ def test_l2_a_converted_value_that_is_changed_afterwards_stays_in_the_forward():
     in_forward(row, other_dtype, why="changed after it was written")
 
 
-def test_l1_saved_copies_are_of_their_moment():
+def test_saved_copies_are_of_their_moment():
     def before(model):
         kept = midstream.save(model.layers_output[2].clone())
         model.layers_output[2] += V
@@ -321,7 +321,7 @@ def test_l1_saved_copies_are_of_their_moment():
 # Tensors of the body's own that are filled with values of the forward.
 
 
-def test_l2_a_tensor_filled_with_values_of_the_forward_stands_for_them():
+def test_a_tensor_filled_with_values_of_the_forward_stands_for_them():
     def written(model):
         rows = torch.zeros(LENGTH, WIDTH)
         rows[-1] = model.layers_output[1][-1]
@@ -378,7 +378,7 @@ def test_l2_a_tensor_filled_with_values_of_the_forward_stands_for_them():
             assert given.tier is Tier.FORWARD, body.__name__  # it needs values of another site
 
 
-def test_l2_a_filled_tensor_that_is_looked_at_ends_the_recording():
+def test_a_filled_tensor_that_is_looked_at_ends_the_recording():
     def as_bool(model):
         buffer = torch.zeros(3)
         buffer[0] = model.layers_output[1].norm()
@@ -452,7 +452,7 @@ def test_l2_a_filled_tensor_that_is_looked_at_ends_the_recording():
 
 
 @pytest.mark.parametrize("how", ["another class", "statistics"])
-def test_l2_memory_that_pytorch_changes_unseen(how):
+def test_memory_that_pytorch_changes_unseen(how):
     def another_class(model):
         h = model.layers_output[2].as_subclass(torch.Tensor)
         h += V
@@ -469,7 +469,7 @@ def test_l2_memory_that_pytorch_changes_unseen(how):
 # What a trace reads.
 
 
-def test_l1_what_is_read_is_captured():
+def test_what_is_read_is_captured():
     def one(model):
         return model.mlps_output[1:3], model.layers_output[3].norm(), model.logits.argmax()
 

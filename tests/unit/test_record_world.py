@@ -1,4 +1,7 @@
-"""What acts on the world outside ends the recording of a body before it acts, and the caller's variables stay as they are (rows L2, L6)."""
+"""What acts on the world outside ends the recording of a body before it acts, and the caller's variables stay as they are (rows L2, L6).
+
+Row L1.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def _the_world_stays_as_it_is():
 # The world outside.
 
 
-def test_l2_random_numbers_end_the_recording():
+def test_random_numbers_end_the_recording():
     """The fixture above compares the states of their generators."""
 
     def by_torch(model):
@@ -142,7 +145,7 @@ def test_l2_random_numbers_end_the_recording():
         assert given.tier is Tier.FORWARD and not given.edits, body.__name__
 
 
-def test_l2_a_seed_that_is_set_already_ends_the_recording():
+def test_a_seed_that_is_set_already_ends_the_recording():
     """Seen failing where the states before and after were compared: an earlier test had set the same seed."""
     states = random.getstate(), np.random.get_state()
     try:
@@ -155,7 +158,7 @@ def test_l2_a_seed_that_is_set_already_ends_the_recording():
         np.random.set_state(states[1])
 
 
-def test_l1_numbers_of_a_seeded_generator_are_what_they_always_are():
+def test_numbers_of_a_seeded_generator_are_what_they_always_are():
     generator = np.random.default_rng(1)
 
     def made_in_the_body(model):
@@ -170,7 +173,7 @@ def test_l1_numbers_of_a_seeded_generator_are_what_they_always_are():
     assert all(each.tier is Tier.FORWARD for each in lowered([[the_callers]] * 2, [LENGTH] * 2, [2, 2]))
 
 
-def test_l2_what_acts_on_the_world_or_depends_on_it_ends_the_recording_before(tmp_path):
+def test_what_acts_on_the_world_or_depends_on_it_ends_the_recording_before(tmp_path):
     path, free = str(tmp_path / "made"), os.environ.get("HOME")
     log, ran = logging.getLogger("recorded"), []
     log.propagate = False
@@ -296,7 +299,7 @@ def test_l2_what_acts_on_the_world_or_depends_on_it_ends_the_recording_before(tm
 
 
 @pytest.mark.parametrize("how", ["partial", "map", "class", "array", "tensor"])
-def test_l2_a_file_is_not_made_by_a_call_of_a_call(tmp_path, how):
+def test_a_file_is_not_made_by_a_call_of_a_call(tmp_path, how):
     path = str(tmp_path / "made")
 
     def by_partial(model):
@@ -329,7 +332,7 @@ _UNSEEN = pytest.mark.xfail(
     "how",
     ["random", "starmap", pytest.param("time", marks=_UNSEEN), pytest.param("default", marks=_UNSEEN)],
 )
-def test_l2_clocks_and_random_numbers_are_seen_in_a_call_of_a_call(how):
+def test_clocks_and_random_numbers_are_seen_in_a_call_of_a_call(how):
     def by_partial(model):
         model.layers_output[2] += functools.partial(random.random)() * V
 
@@ -380,7 +383,7 @@ SETTINGS = {
 
 @pytest.mark.xfail(strict=True, reason="settings of modules are changed by functions that are taken to be pure")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_l6_settings_of_the_process_stay(setting):
+def test_settings_of_the_process_stay(setting):
     change, is_changed, undo = SETTINGS[setting]
 
     def body(model):
@@ -394,7 +397,7 @@ def test_l6_settings_of_the_process_stay(setting):
             undo()
 
 
-def test_l1_what_is_printed_is_held_back(capsys):
+def test_what_is_printed_is_held_back(capsys):
     def body(model, tracer):
         for step in tracer.iter[:]:
             print("step", step)
@@ -412,7 +415,7 @@ def test_l1_what_is_printed_is_held_back(capsys):
 # Variables of the caller.
 
 
-def test_l6_the_callers_variables_are_as_they_were():
+def test_the_callers_variables_are_as_they_were():
     vector, array, listed, named, count = V.clone(), np.ones(WIDTH), [1, [2]], {"a": V.clone()}, 0
     grown = collections.Counter()
 
@@ -475,7 +478,7 @@ def counts(model):
 
 
 @pytest.mark.parametrize("name", ["probe", "counts"])
-def test_l6_variables_of_the_callers_modules_are_as_they_were(name, tmp_path, monkeypatch):
+def test_variables_of_the_callers_modules_are_as_they_were(name, tmp_path, monkeypatch):
     home = f"module_of_{name}_that_is_recorded"
     (tmp_path / f"{home}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -487,7 +490,7 @@ def test_l6_variables_of_the_callers_modules_are_as_they_were(name, tmp_path, mo
 
 
 @pytest.mark.xfail(strict=True, reason="copies of the caller's objects end after the check of what code does")
-def test_l6_a_copied_object_that_ends_does_not_act():
+def test_a_copied_object_that_ends_does_not_act():
     ended = []
     sys.modules[__name__].ENDED = ended
 

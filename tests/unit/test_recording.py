@@ -1,7 +1,7 @@
 """Pieces of a forward that are replayed from CUDA graphs: graphs with the plans' edits, and stops where traces wait and plans act.
 
 The stand-in for vLLM's wrapper has what matters of a CUDA graph: a replay reads where the recorded run read and writes where that wrote.
-On a GPU, tests/gpu runs plans and traces through the real ones.
+On a GPU, tests/gpu runs plans and traces through the real ones. Row L5.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def make_host(model: Model, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
 
 @pytest.mark.parametrize("acting", ["a", "b", "ab"])
-def test_l5_a_batch_that_comes_again_is_recorded_with_what_acts_alone(host: Host, acting: str) -> None:
+def test_a_batch_that_comes_again_is_recorded_with_what_acts_alone(host: Host, acting: str) -> None:
     """All steps are right: without graphs, with them, and plain ones between."""
     for number in range(5):
         assert host.step(acting, x=number) == 8 * number + 7 + ADDED[acting]
@@ -263,7 +263,7 @@ def test_l5_a_batch_that_comes_again_is_recorded_with_what_acts_alone(host: Host
     assert not entry.added  # vLLM's own graphs have nothing of it
 
 
-def test_l5_once_recorded_a_step_replays_and_calls_nothing(host: Host) -> None:
+def test_once_recorded_a_step_replays_and_calls_nothing(host: Host) -> None:
     for _ in range(3):
         host.step("a")
     before = Wrapper.__call__
@@ -275,7 +275,7 @@ def test_l5_once_recorded_a_step_replays_and_calls_nothing(host: Host) -> None:
     assert host.model.run() == 7
 
 
-def test_l5_a_step_without_its_full_graph_has_the_pieces(host: Host) -> None:
+def test_a_step_without_its_full_graph_has_the_pieces(host: Host) -> None:
     """And only the full graph is recorded for it, which it will use."""
     assert [host.step("a", "FULL") for _ in range(3)] == [7 + ADDED["a"], 7 + ADDED["a"], ["a"]]
     assert host.calls == [("FULL", "batch")]
@@ -283,7 +283,7 @@ def test_l5_a_step_without_its_full_graph_has_the_pieces(host: Host) -> None:
     assert host.step("a", "FULL") == ["a"]
 
 
-def test_l5_a_graph_is_recorded_for_each_set_and_batch(host: Host) -> None:
+def test_a_graph_is_recorded_for_each_set_and_batch(host: Host) -> None:
     for _ in range(3):
         for acting in ("a", "b", "ab"):
             for descriptor in ("batch", "other"):
@@ -292,13 +292,13 @@ def test_l5_a_graph_is_recorded_for_each_set_and_batch(host: Host) -> None:
     assert host.held == 6
 
 
-def test_l5_a_batch_without_graphs_asks_for_none(host: Host) -> None:
+def test_a_batch_without_graphs_asks_for_none(host: Host) -> None:
     for _ in range(4):
         assert host.step("a", kind="NONE") == 7 + ADDED["a"]
     assert not host.calls and not host.held
 
 
-def test_l5_the_graphs_keep_within_their_bytes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_keep_within_their_bytes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used is dropped, its entries in all pieces, and asked for twice as often until it is recorded again."""
     host = make_host(model, monkeypatch, limit=2)
 
@@ -322,7 +322,7 @@ def test_l5_the_graphs_keep_within_their_bytes(model: Model, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("limit", [0, 10])
-def test_l5_without_room_or_without_success_steps_are_right_and_nothing_is_tried_again(
+def test_without_room_or_without_success_steps_are_right_and_nothing_is_tried_again(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: int
 ) -> None:
     host = make_host(model, monkeypatch, limit=limit)
@@ -340,7 +340,7 @@ def test_l5_without_room_or_without_success_steps_are_right_and_nothing_is_tried
     assert host.held == bool(limit)
 
 
-def test_l5_graphs_of_the_start_serve_every_set(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_the_start_serve_every_set(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no graph can be recorded later. The kernel finds no ops at other points; here it adds at all of them."""
     host = make_host(model, monkeypatch, fixed=frozenset("ab"))
     with host.graphs.recording(frozenset("ab")):
@@ -354,7 +354,7 @@ def test_l5_graphs_of_the_start_serve_every_set(model: Model, monkeypatch: pytes
     assert len(host.calls) == calls and host.held == 2
 
 
-def test_l5_ranks_count_with_the_same_size(host: Host) -> None:
+def test_ranks_count_with_the_same_size(host: Host) -> None:
     host.graphs.measure(12 << 20, 4)
     assert host.graphs.bytes_each == 3 << 20
     host.graphs.agree(lambda mine: [mine, 5 << 20])
@@ -363,7 +363,7 @@ def test_l5_ranks_count_with_the_same_size(host: Host) -> None:
     assert host.graphs.bytes_each == 1 << 20
 
 
-def test_l5_an_engine_whose_graphs_count_for_too_much_says_so(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_whose_graphs_count_for_too_much_says_so(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """As where another process takes memory of the device while vLLM records."""
     host.graphs.measure(12 << 20, 4)
     assert not caplog.records
@@ -372,7 +372,7 @@ def test_l5_an_engine_whose_graphs_count_for_too_much_says_so(host: Host, caplog
     assert [host.step("a", "FULL") for _ in range(4)] and host.held == 0
 
 
-def test_l5_a_set_that_is_new_while_another_is_in_use_leaves_vllms_graphs_theirs(host: Host) -> None:
+def test_a_set_that_is_new_while_another_is_in_use_leaves_vllms_graphs_theirs(host: Host) -> None:
     """Seen failing: it took the full graphs of the other set for vLLM's, and plain steps had those from then on."""
     own = host.full.graphs
     for _ in range(3):
@@ -387,7 +387,7 @@ def test_l5_a_set_that_is_new_while_another_is_in_use_leaves_vllms_graphs_theirs
 
 @pytest.mark.parametrize("limit", [1, 3, 100])
 @pytest.mark.parametrize("seed", range(4))
-def test_l5_steps_of_any_order_are_right(model: Model, monkeypatch: pytest.MonkeyPatch, seed: int, limit: int) -> None:
+def test_steps_of_any_order_are_right(model: Model, monkeypatch: pytest.MonkeyPatch, seed: int, limit: int) -> None:
     """Also where recordings fail, or are interrupted. Plain steps have vLLM's own graphs."""
     host, choose = make_host(model, monkeypatch, limit=limit), random.Random(seed).choice
     holders = [(host.full, "graphs"), *((piece, "concrete_cudagraph_entries") for piece in model.pieces)]
@@ -413,7 +413,7 @@ def test_l5_steps_of_any_order_are_right(model: Model, monkeypatch: pytest.Monke
     assert graphs.recordings > 3
 
 
-def test_l5_a_recording_that_records_nothing_has_failed(
+def test_a_recording_that_records_nothing_has_failed(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the step would look for its graph in vain."""

@@ -1,4 +1,4 @@
-"""Recordings that are used again: for other prompts, for fewer steps, and with large constants (issue 36: 1; L1, L2)."""
+"""Recordings that are used again: for other prompts, for fewer steps, and with large constants (issue 36: 1; L1, L2). Row L3."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def keeps(m, tracer):
     return [m.layers_output[2][-1].norm() for _ in tracer.iter[:]]
 
 
-def test_l1_a_code_is_recorded_twice_for_all_prompts_and_once_more_for_fewer_steps(runs):
+def test_a_code_is_recorded_twice_for_all_prompts_and_once_more_for_fewer_steps(runs):
     known = model()
     first = found(adds, steps=40, length=60, known=known)
     assert runs == [64, 64, 40] and first.tier is Tier.PLAN
@@ -57,7 +57,7 @@ def test_l1_a_code_is_recorded_twice_for_all_prompts_and_once_more_for_fewer_ste
     assert runs == [64, 64, 40, 128, 128, 65]
 
 
-def test_l1_what_ends_a_recording_ends_longer_ones_at_the_same_step(runs):
+def test_what_ends_a_recording_ends_longer_ones_at_the_same_step(runs):
     """And code that never waits for a later step is recorded once, however many there are."""
 
     def needs_a_number(m):
@@ -129,7 +129,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_l2_fewer_steps_than_were_recorded(body):
+def test_fewer_steps_than_were_recorded(body):
     """What a longer recording says of a shorter request is what a plain run of that does."""
     known = model()
     found(body, steps=16, length=LENGTH, known=known)
@@ -137,7 +137,7 @@ def test_l2_fewer_steps_than_were_recorded(body):
         checked(body, steps=steps, known=known)
 
 
-def test_l3_large_tensors_are_converted_and_read_once():
+def test_large_tensors_are_converted_and_read_once():
     converted, seen = [], []
 
     class Kept(dict):
@@ -168,7 +168,7 @@ def test_l3_large_tensors_are_converted_and_read_once():
     assert all(a is b for a, b in zip(first, later.its_program.constants, strict=True))
 
 
-def test_l2_a_large_tensor_that_the_body_changes_is_not_taken_for_what_it_was():
+def test_a_large_tensor_that_the_body_changes_is_not_taken_for_what_it_was():
     large = LARGE.clone()
 
     def copy_changed(m, tracer):
@@ -194,7 +194,7 @@ def test_l2_a_large_tensor_that_the_body_changes_is_not_taken_for_what_it_was():
 @pytest.mark.parametrize(
     "body", [keeps, keeps_by_count, keeps_some, adds, stops_after(3)], ids=lambda body: body.__name__
 )
-def test_l2_recordings_that_are_forgotten_are_not_taken_for_others(body, monkeypatch):
+def test_recordings_that_are_forgotten_are_not_taken_for_others(body, monkeypatch):
     monkeypatch.setattr(recordings, "_MOST_LOWERED", 2)
     monkeypatch.setattr(recordings, "_MOST_AGAIN", 1)
     known = model()
@@ -204,7 +204,7 @@ def test_l2_recordings_that_are_forgotten_are_not_taken_for_others(body, monkeyp
             checked(body, steps=steps, length=LENGTH + turn, known=known)
 
 
-def test_l1_a_large_tensor_that_an_array_changes_is_not_taken_for_what_it_was():
+def test_a_large_tensor_that_an_array_changes_is_not_taken_for_what_it_was():
     large = LARGE.clone()
     array = large.numpy()
 
@@ -219,7 +219,7 @@ def test_l1_a_large_tensor_that_an_array_changes_is_not_taken_for_what_it_was():
     assert given.tier is Tier.PLAN and torch.equal(large, before * 0)  # by the plain run
 
 
-def test_l1_lazy_copies_that_are_read_with_another_sign_are_not_taken_for_each_other():
+def test_lazy_copies_that_are_read_with_another_sign_are_not_taken_for_each_other():
     whole = torch.complex(LARGE, LARGE + 1)
 
     def body(m):

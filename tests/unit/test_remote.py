@@ -65,7 +65,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_c2_real_use_fetches_once(use: str) -> None:
+def test_real_use_fetches_once(use: str) -> None:
     value, body = remote(T.clone())
     function, expected = USES[use]
     found = function(value)
@@ -75,13 +75,13 @@ def test_c2_real_use_fetches_once(use: str) -> None:
     assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else str(found) == str(expected)
 
 
-def test_c2_truth_and_numbers() -> None:
+def test_truth_and_numbers() -> None:
     value, _ = remote(torch.tensor(3))
     assert value and int(value) == 3 and [10, 11, 12, 13][value] == 13 and f"{value:d}" == "3" and list(range(value))
     assert not remote(torch.tensor(0))[0]
 
 
-def test_c2_passing_around_fetches_nothing() -> None:
+def test_passing_around_fetches_nothing() -> None:
     value, body = remote(T)
     held = {value: "by identity", "list": [value], "copy": copy.copy(value)}
     assert held[value] == "by identity" and hash(value) == id(value) and value is copy.copy(value)
@@ -91,7 +91,7 @@ def test_c2_passing_around_fetches_nothing() -> None:
     assert body.fetches == 0
 
 
-def test_c2_writing_fetches_nothing_and_is_seen_by_a_later_use() -> None:
+def test_writing_fetches_nothing_and_is_seen_by_a_later_use() -> None:
     """The stage that has the value makes the same edits; here they are made when the value comes to be used."""
     value, body = remote(T.clone())
     before, vector = value, torch.ones(3)
@@ -108,7 +108,7 @@ def test_c2_writing_fetches_nothing_and_is_seen_by_a_later_use() -> None:
     assert torch.equal(value + 0, expected * 2 - 1)
 
 
-def test_c2_a_tuples_parts_stay_remote_until_they_are_used() -> None:
+def test_a_tuples_parts_stay_remote_until_they_are_used() -> None:
     value, body = remote((T, T * 2), width=2)
     assert not hasattr(value, "_fields") and not hasattr(value, "_make")  # it is no named tuple
     hidden, residual = value
@@ -121,7 +121,7 @@ def test_c2_a_tuples_parts_stay_remote_until_they_are_used() -> None:
         value[2]
 
 
-def test_c2_a_tensors_method_on_a_tuple_says_what_to_do() -> None:
+def test_a_tensors_method_on_a_tuple_says_what_to_do() -> None:
     value, _ = remote((T, T), width=2)
     with pytest.raises(TraceError, match=r"index first, as in `model.layers.5.output\[0\].mean`"):
         value.mean(0)

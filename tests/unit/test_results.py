@@ -28,7 +28,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from limits import least
+from limits import examples, least
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.transport import codec, wire
@@ -1218,7 +1218,7 @@ def loop():
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=8, max_size=8),
     snapshots=st.lists(st.tuples(structures, st.sets(st.integers(0, 7))), min_size=1, max_size=5),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_structure_through_any_history(loop, path, stream, dtypes, shapes, snapshots):
     """Snapshots of one pool of tensors, some changed in place between them, as a stream or not."""
     receiver, senders = loop

@@ -386,7 +386,7 @@ def another_in_place(early, late):
 @pytest.mark.parametrize(
     "function", [added_in_place, scaled_by_a_norm, chosen_by_another, at_the_last_row, another_in_place]
 )
-def test_l3_a_value_of_an_earlier_layer_is_a_further_input(function: Any) -> None:
+def test_a_value_of_an_earlier_layer_is_a_further_input(function: Any) -> None:
     torch.manual_seed(4)
     for tokens in (5, 1, H):
         found = programs_of(of_two_layers(function, tokens))

@@ -1,4 +1,4 @@
-"""The adapters to vLLM's model runners: in a plain step the runner's methods are its own, for it is not even watched."""
+"""The adapters to vLLM's model runners: in a plain step the runner's methods are its own, for it is not even watched. Rows C13, F5, L5."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def held(runner: Any, at_start: Any = frozenset()) -> None:
     runner.runner.capture_model()
 
 
-def test_l5_the_v2_runner_records_one_graph_as_vllm_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_v2_runner_records_one_graph_as_vllm_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same arguments, no other graph, and no progress bar. A graph of vLLM's counts for what one took on average."""
     vllms = V2ModelRunner(Model())
     runner, manager = v2_runner(monkeypatch, vllms), vllms.cudagraph_manager
@@ -209,7 +209,7 @@ def test_l5_the_v2_runner_records_one_graph_as_vllm_did(monkeypatch: pytest.Monk
     assert manager.graphs is own and StepMode.may_replay is None and shows_progress()
 
 
-def test_l5_where_none_is_recorded_later_the_v2_runner_records_twice_at_the_start(
+def test_where_none_is_recorded_later_the_v2_runner_records_twice_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vllms = V2ModelRunner(Model())
@@ -328,7 +328,7 @@ def recording_v1_runner(monkeypatch: pytest.MonkeyPatch) -> tuple[V1Runner, Reco
     return runner, vllms
 
 
-def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM builds for it depends on no request that is alive, and the adapter is not called. Until then the step has the pieces."""
     from vllm.compilation import monitor
 
@@ -352,7 +352,7 @@ def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("comes_next", ["plain steps beside a plan", "rest"])
-def test_l5_the_v1_runner_has_vllms_graphs_in_plain_steps_after_any_others(
+def test_the_v1_runner_has_vllms_graphs_in_plain_steps_after_any_others(
     monkeypatch: pytest.MonkeyPatch, comes_next: str
 ) -> None:
     """On a GPU plain steps failed with "CUDA graph capturing detected at an inappropriate time", out of vLLM's wrapper.
@@ -382,7 +382,7 @@ def test_l5_the_v1_runner_has_vllms_graphs_in_plain_steps_after_any_others(
     assert vllms.replayed[2:] == [("small", False), ("large", False)]
 
 
-def test_l5_where_none_is_recorded_later_the_v1_runner_records_twice_at_the_start(
+def test_where_none_is_recorded_later_the_v1_runner_records_twice_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runners_module, "remembering_streams", nullcontext)
@@ -400,7 +400,7 @@ def test_l5_where_none_is_recorded_later_the_v1_runner_records_twice_at_the_star
      ([SimpleNamespace(kv_cache_specs={"a": FULL, "b": SLIDING})], False),
      ([SimpleNamespace(kv_cache_specs={"a": FULL, "b": object()})], True)],
 )  # fmt: skip
-def test_l5_models_with_recurrent_layers_are_known(specs: list[Any], recurrent: bool) -> None:
+def test_models_with_recurrent_layers_are_known(specs: list[Any], recurrent: bool) -> None:
     vllms = ModelRunner(Model())
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     vllms.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[attr-defined]
@@ -455,7 +455,7 @@ def test_a_method_of_the_objects_own_comes_back() -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 6, 4), (6, 4), (12, 4)], ids=["pairs first", "blocks first", "two of the kernel's each"]
 )
-def test_f5_layers_that_vllm_leaves_out_are_cleared_as_well(shape: tuple[int, ...]) -> None:
+def test_layers_that_vllm_leaves_out_are_cleared_as_well(shape: tuple[int, ...]) -> None:
     """Sliding windows: vLLM clears blocks of full attention. Whatever lies in front of the blocks, and however the kernel cuts them."""
     caches = {name: SimpleNamespace(kv_cache=torch.ones(shape)) for name in ("full", "window")}
     vllms = ModelRunner(Model())
@@ -649,7 +649,7 @@ def request(name: str, carried: Any) -> Any:
     )
 
 
-def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> None:
+def test_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> None:
     """And from the step on in which the workers are told of the last such request's end, with its length."""
     scheduler = Scheduler()
     bare = set(vars(scheduler))
@@ -668,7 +668,7 @@ def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> 
     assert vars(scheduler).keys() == bare and not scheduler.has_ends_to_tell
 
 
-def test_c13_what_ends_a_session_leaves_the_scheduler_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_session_leaves_the_scheduler_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM ends a session of streaming input by a request of its name, with its parameters, that is never one."""
     scheduler = Scheduler()
     bare = set(vars(scheduler))

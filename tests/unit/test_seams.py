@@ -76,7 +76,7 @@ def assignments(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", [path for path in ENGINE if path.name != "plugin.py"], ids=lambda path: path.name)
-def test_k2_no_attribute_of_vllm_is_assigned_outside_the_table(path: Path) -> None:
+def test_no_attribute_of_vllm_is_assigned_outside_the_table(path: Path) -> None:
     assert list(assignments(path.read_text())) == []
 
 
@@ -96,12 +96,12 @@ def test_k2_no_attribute_of_vllm_is_assigned_outside_the_table(path: Path) -> No
         "def f(runner):\n    object.__setattr__(runner, '_sample', None)",
     ],
 )
-def test_k2_the_check_finds_an_assignment(source: str) -> None:
+def test_the_check_finds_an_assignment(source: str) -> None:
     assert len(list(assignments(source))) == 1
 
 
 @pytest.mark.parametrize("path", ENGINE, ids=NAMES)
-def test_k2_every_import_of_vllm_has_a_row(path: Path) -> None:
+def test_every_import_of_vllm_has_a_row(path: Path) -> None:
     targets = [seam.target for seam in SEAMS] + ["vllm.v1.engine.async_llm.AsyncLLM"]
     for name in imported(ast.parse(path.read_text())).values():
         if name.partition(".")[0] == "vllm":
@@ -109,7 +109,7 @@ def test_k2_every_import_of_vllm_has_a_row(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target)
-def test_k2_every_row_is_about_code_that_exists(seam: Seam) -> None:
+def test_every_row_is_about_code_that_exists(seam: Seam) -> None:
     ours = Sources(SRC / "midstream", "midstream")
     assert ours.find(seam.by) is not None
     assert seam.reason and seam.target.partition(".")[0] == "vllm"
@@ -120,7 +120,7 @@ def test_k2_every_row_is_about_code_that_exists(seam: Seam) -> None:
         assert f'{seam.target.rpartition(".")[2]}"' in file.read_text()
 
 
-def test_k2_what_has_no_row_cannot_be_replaced() -> None:
+def test_what_has_no_row_cannot_be_replaced() -> None:
     owner = SimpleNamespace(_sample=1)
     with pytest.raises(LookupError, match="other has no row"):
         Replacement("vllm.v1.worker.gpu_model_runner.GPUModelRunner.other", owner, 2)
@@ -131,7 +131,7 @@ def test_k2_what_has_no_row_cannot_be_replaced() -> None:
 
 @needs_vllm
 @pytest.mark.parametrize("role", [Role.FRONT_END, Role.SCHEDULER, Role.WORKER])
-def test_k2_a_role_replaces_its_rows_once(role: Role) -> None:
+def test_a_role_replaces_its_rows_once(role: Role) -> None:
     from midstream.engine.plugin import apply
 
     apply(role)
@@ -142,7 +142,7 @@ def test_k2_a_role_replaces_its_rows_once(role: Role) -> None:
 
 
 @needs_vllm
-def test_k2_doctor_finds_that_the_installed_vllm_fits_in_seconds_without_importing_it() -> None:
+def test_doctor_finds_that_the_installed_vllm_fits_in_seconds_without_importing_it() -> None:
     code = """
 import sys
 from midstream.cli import main
@@ -207,7 +207,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: value.rpartition(".")[2] if value.startswith("vllm.") else "",
 )  # fmt: skip
-def test_k2_doctor_names_the_seam_that_does_not_fit(
+def test_doctor_names_the_seam_that_does_not_fit(
     copy: Path,
     capsys: pytest.CaptureFixture[str],
     file: str,
@@ -231,7 +231,7 @@ def test_k2_doctor_names_the_seam_that_does_not_fit(
 
 
 @needs_vllm
-def test_k2_doctor_takes_a_target_that_vllm_need_not_have_as_absent(copy: Path) -> None:
+def test_doctor_takes_a_target_that_vllm_need_not_have_as_absent(copy: Path) -> None:
     seam = next(seam for seam in SEAMS if seam.target == "vllm.SamplingParams.skip_clone")
     path = copy / "vllm" / "sampling_params.py"
     text = path.read_text()
@@ -244,12 +244,12 @@ def test_k2_doctor_takes_a_target_that_vllm_need_not_have_as_absent(copy: Path) 
     assert (finding.status, finding.problems) == ("absent", [])
 
 
-def test_k2_doctor_says_that_a_folder_holds_no_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_that_a_folder_holds_no_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--vllm", str(tmp_path)]) == 1
     assert f"midstream: {tmp_path} does not hold vLLM's sources" in capsys.readouterr().err
 
 
-def test_k2_doctor_says_that_a_version_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_that_a_version_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "vllm" / "v1").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("")
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = version = "0.99.1"\n')

@@ -1,4 +1,7 @@
-"""The parts of `midstream serve` that need no engine: its flags, and the captures that wait for download (G1, G4, G8, G11)."""
+"""The parts of `midstream serve` that need no engine: its flags, and the captures that wait for download (G1, G4, G8, G11).
+
+Rows G3, G6, G7, G12, L5, P2.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def put(store: CaptureStore, owner: bytes, rows: int, value: float = 1.0) -> str
     return str(entry["handle"])
 
 
-def test_g4_a_handle_gives_its_owner_the_rows_until_it_expires() -> None:
+def test_a_handle_gives_its_owner_the_rows_until_it_expires() -> None:
     clock = Clock()
     store = CaptureStore(1 << 20, 10.0, clock)
     handle = put(store, MINE, 3, 7.0)
@@ -80,7 +83,7 @@ def test_g4_a_handle_gives_its_owner_the_rows_until_it_expires() -> None:
     assert store.gauges == {"captures": 0, "capture_bytes": 0}
 
 
-def test_g4_handles_are_long_and_differ() -> None:
+def test_handles_are_long_and_differ() -> None:
     store = CaptureStore(1 << 20, 10.0)
     handles = {put(store, MINE, 1) for _ in range(100)}
     assert len(handles) == 100 and min(map(len, handles)) >= 43  # 256 bits in base64
@@ -91,7 +94,7 @@ def room(rows: int) -> int:
     return Held(MINE, torch.zeros(rows, WIDTH), {"positions": list(range(rows))}, 0.0).nbytes
 
 
-def test_g4_who_holds_the_most_loses_the_oldest_when_the_store_is_full() -> None:
+def test_who_holds_the_most_loses_the_oldest_when_the_store_is_full() -> None:
     store = CaptureStore(4 * room(2), 10.0)
     mine = put(store, MINE, 2)
     theirs = [put(store, THEIRS, 2) for _ in range(5)]
@@ -100,14 +103,14 @@ def test_g4_who_holds_the_most_loses_the_oldest_when_the_store_is_full() -> None
     assert store.gauges == {"captures": 4, "capture_bytes": 4 * room(2)}
 
 
-def test_g4_what_is_larger_than_the_store_is_not_kept() -> None:
+def test_what_is_larger_than_the_store_is_not_kept() -> None:
     store = CaptureStore(room(100), 10.0)
     mine = put(store, MINE, 3)
     assert store.get(THEIRS, put(store, THEIRS, 101)) is None
     assert store.get(MINE, mine) is not None
 
 
-def test_p2_tensors_without_rows_take_room_too() -> None:
+def test_tensors_without_rows_take_room_too() -> None:
     """What is said of them does. And there may be only so many, however large the store is."""
     store = CaptureStore(100 * room(0), 10.0)
     for _ in range(300):
@@ -121,7 +124,7 @@ def test_p2_tensors_without_rows_take_room_too() -> None:
 
 
 @pytest.mark.parametrize("owners", [1, 200])
-def test_p2_storing_takes_the_same_time_however_much_is_held(owners: int) -> None:
+def test_storing_takes_the_same_time_however_much_is_held(owners: int) -> None:
     """In operations of Python's, not in seconds. Seen failing at 92f59fe's way: it looked at all that is held."""
 
     def steps(held: int) -> int:
@@ -149,7 +152,7 @@ def test_p2_storing_takes_the_same_time_however_much_is_held(owners: int) -> Non
     assert steps(4000) < 1.1 * steps(400)
 
 
-def test_p2_stores_keep_count_of_owners_that_come_and_go() -> None:
+def test_stores_keep_count_of_owners_that_come_and_go() -> None:
     rng, clock = random.Random(3), Clock()
     store = CaptureStore(40 * room(3), 10.0, clock)
     there: dict[str, bytes] = {}
@@ -167,7 +170,7 @@ def test_p2_stores_keep_count_of_owners_that_come_and_go() -> None:
         assert sum(map(len, store._by_size)) == len(set(there.values()))
 
 
-def test_p2_a_key_holds_no_more_than_it_leaves_to_others() -> None:
+def test_a_key_holds_no_more_than_it_leaves_to_others() -> None:
     held: list[int] = []
     for _ in range(6):  # each takes all it may
         own = 0
@@ -182,7 +185,7 @@ def test_p2_a_key_holds_no_more_than_it_leaves_to_others() -> None:
     assert held == [32, 16, 8, 4, 2, 1]
 
 
-def test_p2_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key may have no more on its way than it leaves; a body that does not go on is given up, and its room is there again."""
     monkeypatch.setattr(requests, "_STALLED_SECONDS", 0.3)
     server = SimpleNamespace(receiving=Counter())
@@ -218,7 +221,7 @@ def test_p2_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.Monkey
     asyncio.run(main())
 
 
-def test_p2_sweeps_start_their_groups_in_turns() -> None:
+def test_sweeps_start_their_groups_in_turns() -> None:
     """Of a sweep that comes second, too. A group that is given up while it waits takes no turn."""
     order: list[str] = []
 
@@ -245,7 +248,7 @@ def test_p2_sweeps_start_their_groups_in_turns() -> None:
     assert seconds[0] < 6 and seconds == list(range(seconds[0], seconds[0] + 8, 2))
 
 
-def test_p2_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
+def test_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
     running = [0]
     most = []
 
@@ -268,7 +271,7 @@ def test_p2_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
     assert [Turns(2048).jobs(tokens) for tokens in (8, 75, 500, 2048, 9000)] == [32, 27, 4, 1, 1]
 
 
-def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
+def test_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     store = CaptureStore(1 << 20, 10.0)
     key = ("resid_post", 0, "before")
     layout = Planes.of([key], lambda _: WIDTH)
@@ -280,7 +283,7 @@ def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_g4_a_download_is_a_safetensors_file_in_small_parts(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_download_is_a_safetensors_file_in_small_parts(dtype: torch.dtype, tmp_path: Path) -> None:
     rows = torch.randn(1000, 300).to(dtype)
     about = {"choice": 0, "positions": list(range(1000)), "shape": [1000, 300], "site": "é"}
     size, parts = Held(MINE, rows, about, 0.0).file()
@@ -294,7 +297,7 @@ def test_g4_a_download_is_a_safetensors_file_in_small_parts(dtype: torch.dtype, 
     assert load(b"".join(empty[1]))["rows"].shape == (0, 300)
 
 
-def test_g6_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
+def test_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
     def run(name: str) -> RecordedRun:
         return RecordedRun(name, f"id-{name}", (1,), ("resid_post",), (0,), (0,))
 
@@ -312,11 +315,11 @@ def test_g6_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
 
 
 @pytest.mark.parametrize("given", [{"plan": [{"vector": [0.5] * 1024, "site": "resid_post"}] * 5}, "x" * 9000, None])
-def test_g12_the_size_of_a_plan_is_about_that_of_its_json(given: Any) -> None:
+def test_the_size_of_a_plan_is_about_that_of_its_json(given: Any) -> None:
     assert json_size(given) == pytest.approx(len(json.dumps(given)), rel=1.0, abs=10)
 
 
-def test_g12_the_size_of_a_large_plan_is_told_at_once() -> None:
+def test_the_size_of_a_large_plan_is_told_at_once() -> None:
     deep: Any = [0.5] * 1000
     for _ in range(20):
         deep = [deep, deep]  # a million lists
@@ -325,7 +328,7 @@ def test_g12_the_size_of_a_large_plan_is_told_at_once() -> None:
     assert time.monotonic() - begin < 1.0
 
 
-def test_g1_the_flags_are_those_of_a_stock_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_are_those_of_a_stock_server(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "serve",
         "--flags",
@@ -356,12 +359,12 @@ def test_g1_the_flags_are_those_of_a_stock_server(capsys: pytest.CaptureFixture[
     [([], 1), (["-tp", "4"], 4), (["--tensor_parallel_size=2"], 2), (["--tensor-parallel-size", "1"], 1),
      (["--config", "serve.yaml"], None)],
 )  # fmt: skip
-def test_l5_the_flags_say_how_many_tensor_parallel_ranks_there_are(given: list[str], ranks: int | None) -> None:
+def test_the_flags_say_how_many_tensor_parallel_ranks_there_are(given: list[str], ranks: int | None) -> None:
     assert tensor_ranks(["some/model", *given]) == ranks
 
 
 @pytest.mark.parametrize("given", [["--additional-config", '{"a": 1}'], ['--additional-config={"a": 1}']])
-def test_g1_the_users_additional_config_stays(given: list[str]) -> None:
+def test_the_users_additional_config_stays(given: list[str]) -> None:
     flags = server_flags(Settings(), ["m", *given, "--port", "1"])
     assert flags.count("--additional-config") == 1 and not any("=" in flag for flag in flags[:4])
     config = json.loads(flags[flags.index("--additional-config") + 1])
@@ -370,12 +373,12 @@ def test_g1_the_users_additional_config_stays(given: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--worker-cls", "--worker-cls=x", "--scheduler_cls"])
-def test_g1_what_midstream_sets_may_not_be_given(flag: str) -> None:
+def test_what_midstream_sets_may_not_be_given(flag: str) -> None:
     with pytest.raises(MidstreamError, match="leave it out"):
         server_flags(Settings(), ["m", flag, "x"])
 
 
-def test_g1_other_plugins_stay_loaded() -> None:
+def test_other_plugins_stay_loaded() -> None:
     assert allowed_plugins({"VLLM_PLUGINS": "mine"}) == "mine,midstream"
     assert allowed_plugins({"VLLM_PLUGINS": ""}) == "midstream"
     assert "midstream" in allowed_plugins({}).split(",")
@@ -388,12 +391,12 @@ def test_g1_other_plugins_stay_loaded() -> None:
         ({"data_parallel_size": 4}, "--data-parallel-size 4 is not supported"),
     ],
 )
-def test_g11_several_front_ends_or_engines_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+def test_several_front_ends_or_engines_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MidstreamError, match=message):
         start_up(Settings(), **arguments)
 
 
-def test_g8_traces_without_an_api_key_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_without_an_api_key_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(MidstreamError, match="needs an API key"):
         start_up(Settings(allow_traces=True), api_key=None)
@@ -407,13 +410,13 @@ def start_up(settings: Settings, **arguments: Any) -> None:
     )
 
 
-def test_g3_a_server_without_midstreams_worker_does_not_start() -> None:
+def test_a_server_without_midstreams_worker_does_not_start() -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="auto")))
     with pytest.raises(MidstreamError, match="midstream serve"):
         asyncio.run(Plugin().init_state(engine, SimpleNamespace(), SimpleNamespace()))
 
 
-def test_g1_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM logs that an endpoint plugin cannot be imported, and serves without it. Seen failing without the check."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
@@ -436,7 +439,7 @@ def test_g1_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytes
         (RunToRecord, {"prompt": [None] * 100_000, "sites": [None] * 100_000, "layers": [None] * 100_000}),
     ],
 )
-def test_g7_a_body_of_wrong_items_has_few_errors(model: Any, body: dict[str, Any]) -> None:
+def test_a_body_of_wrong_items_has_few_errors(model: Any, body: dict[str, Any]) -> None:
     """An error for each item of a body of 4 MiB takes gigabytes, and holds everybody up meanwhile. Seen failing without `fail_fast`."""
     with pytest.raises(ValidationError) as raised:
         model.model_validate_json(json.dumps(body))

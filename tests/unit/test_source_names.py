@@ -1,4 +1,4 @@
-"""The names of calls and assignments in `.source`. The expected names were read off nnsight 0.8.1 for the same functions."""
+"""The names of calls and assignments in `.source`. The expected names were read off nnsight 0.8.1 for the same functions. Row J7."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("forward", NAMES, ids=lambda forward: forward.__name__)
-def test_j7_names_are_those_of_nnsight_0_8_1(forward: Any) -> None:
+def test_names_are_those_of_nnsight_0_8_1(forward: Any) -> None:
     """Chained calls go by their last name, assignments by their target, and both are counted together, in the order in which they run."""
     assert list(forward_source(forward).names) == NAMES[forward]
 
@@ -199,7 +199,7 @@ def run(module: nn.Module, writes: dict[str, Any], opened: str = "") -> tuple[to
         hooks.remove()
 
 
-def test_j7_calls_and_assignments_are_reported_and_replaced() -> None:
+def test_calls_and_assignments_are_reported_and_replaced() -> None:
     """Of a forward that calls `super()` and `locals()`, too."""
     out, seen = run(Block(), {})
     names = ["double_0", "both_0", "left_0", "double_1", "hidden_0", "forward_0", "mul_0"]
@@ -210,13 +210,13 @@ def test_j7_calls_and_assignments_are_reported_and_replaced() -> None:
     assert out.tolist() == [3, 3]
 
 
-def test_j7_assignments_in_a_called_function_are_reported() -> None:
+def test_assignments_in_a_called_function_are_reported() -> None:
     out, seen = run(Block(), {"double_1.twice_0": torch.zeros(2)}, opened="double_1")
     assert {"double_1.twice_0", "double_1.twice_relu_0"} <= set(seen) and "double_0.twice_0" not in seen
     assert out.tolist() == [4, 4]
 
 
-def test_j7_decorators_stay_around_a_forward() -> None:
+def test_decorators_stay_around_a_forward() -> None:
     """As in nnsight: a decorator that calls several of the functions it has is traced itself."""
     out, seen = run(Decorated(), {"hidden_0": torch.zeros(2)})
     assert out.tolist() == [1, 1] and not out.requires_grad and list(seen) == ["hidden_0"]
@@ -228,7 +228,7 @@ def test_j7_decorators_stay_around_a_forward() -> None:
     )
 
 
-def test_j7_an_assignment_has_no_source_and_names_the_calls() -> None:
+def test_an_assignment_has_no_source_and_names_the_calls() -> None:
     forward = Forward(nn.ModuleDict({"block": Block()}), {})
     with pytest.raises(
         TraceError, match=r"block\.source\.double_0 is an assignment .* The calls of that name: double_1\."

@@ -1,4 +1,7 @@
-"""The client waits for the results of each pipeline stage for each sample (C1, C9), over the real channel and without engines."""
+"""The client waits for the results of each pipeline stage for each sample (C1, C9), over the real channel and without engines.
+
+Rows C3, C12, C14, D4, D5.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def output_of(samples: int) -> Any:
     return SimpleNamespace(outputs=[object()] * samples, saves=None)
 
 
-def test_c1_every_stage_is_waited_for(stages: Stages) -> None:
+def test_every_stage_is_waited_for(stages: Stages) -> None:
     """C1: a sync trace is over when each stage has sent its part of each sample, in any order."""
     for stage in (1, 0):
         for sample in (1, 0):
@@ -83,7 +86,7 @@ def test_c1_every_stage_is_waited_for(stages: Stages) -> None:
     assert output.saves[0]["all"] is output and len(ran.outcomes) == 2
 
 
-def test_c14_one_error_for_all_stages(stages: Stages) -> None:
+def test_one_error_for_all_stages(stages: Stages) -> None:
     """C14: the user's own error, not a group, with the saved values."""
     stages.send(0, {"h": 1}, 1, True, error=StageFailedError("stage 1 failed"))
     stages.send(1, {"h": absent()}, 1, True, error=ValueError("mine"))
@@ -92,7 +95,7 @@ def test_c14_one_error_for_all_stages(stages: Stages) -> None:
     assert isinstance(caught.value, InterventionError) and caught.value.saves == {"h": 1}  # type: ignore[attr-defined]
 
 
-def test_c12_a_lost_stage_is_an_error(stages: Stages) -> None:
+def test_a_lost_stage_is_an_error(stages: Stages) -> None:
     """E10: the worker goes before it has sent its part."""
     stages.send(0, {}, 1, True)
     stages.flush(1)
@@ -100,7 +103,7 @@ def test_c12_a_lost_stage_is_an_error(stages: Stages) -> None:
         collect(stages.box, output_of(1), 2)
 
 
-async def test_c3_snapshots_are_of_one_step(stages: Stages) -> None:
+async def test_snapshots_are_of_one_step(stages: Stages) -> None:
     """C3: stage 0 is ahead, so that its newest snapshot is of a later step than the last stage's."""
     saves = _Saves(stages.box, 1, 2)
     for step in (1, 2, 3):
@@ -118,7 +121,7 @@ async def test_c3_snapshots_are_of_one_step(stages: Stages) -> None:
     assert outcome.values == {"first": 3, "last": 3, "hs": [0, 1, 2]} and saves._read_latest() == outcome.values
 
 
-async def test_c3_a_stage_whose_body_is_over_delays_no_snapshot(stages: Stages) -> None:
+async def test_a_stage_whose_body_is_over_delays_no_snapshot(stages: Stages) -> None:
     """C3: its values are final, whatever step the others are in."""
     saves = _Saves(stages.box, 1, 2)
     stages.send(0, {"a": 1, "b": absent()}, 1, True)
@@ -148,12 +151,12 @@ async def until(ready: Any) -> None:
         ("no-end", "no-end"),
     ],
 )
-def test_d4_requests_are_known_by_their_users_ids(engine_id: str, mine: str) -> None:
+def test_requests_are_known_by_their_users_ids(engine_id: str, mine: str) -> None:
     """D4: dashes in an id are its user's; only vLLM's own random end goes."""
     assert users_id(engine_id) == mine
 
 
-def test_d5_consumers_in_the_engine_know_a_request_by_its_users_id(tmp_path: Any) -> None:
+def test_consumers_in_the_engine_know_a_request_by_its_users_id(tmp_path: Any) -> None:
     """D5: also one that uses an id again; of two at a time the second keeps the engine's."""
     plan = Plan.of([Capture("resid_post", layers=0, positions="all_prompt", to=tmp_path)])
     sinks = LocalSinks("engine", 1, [0])

@@ -29,7 +29,7 @@ def client() -> TestClient:
     return TestClient(app)
 
 
-def test_h11_the_page_and_its_files_have_their_types_and_a_strict_policy(client: TestClient) -> None:
+def test_the_page_and_its_files_have_their_types_and_a_strict_policy(client: TestClient) -> None:
     page = client.get("/midstream/studio")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert page.content == (FOLDER / "index.html").read_bytes()
@@ -44,17 +44,17 @@ def test_h11_the_page_and_its_files_have_their_types_and_a_strict_policy(client:
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_h11_an_address_with_a_slash_leads_to_the_page(client: TestClient) -> None:
+def test_an_address_with_a_slash_leads_to_the_page(client: TestClient) -> None:
     answer = client.get("/midstream/studio/", follow_redirects=False)
     assert answer.status_code == 307 and answer.headers["location"].endswith("/midstream/studio")
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Fstudio.py", "%2e%2e/plugin.py", "studio.py", "%00"])
-def test_h11_no_other_file_is_served(client: TestClient, name: str) -> None:
+def test_no_other_file_is_served(client: TestClient, name: str) -> None:
     assert client.get(f"/midstream/studio/{name}").status_code == 404
 
 
-def test_h11_the_page_loads_nothing_from_elsewhere_and_writes_no_html() -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_writes_no_html() -> None:
     for path in FOLDER.iterdir():
         text = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"\w+://|[\"'(]//\w|@import|url\(", text), path
@@ -87,7 +87,7 @@ def evaluated(folder: Path, script: str) -> list[object]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_h11_the_reader_of_events_takes_a_stream_cut_at_any_byte(node: Path) -> None:
+def test_the_reader_of_events_takes_a_stream_cut_at_any_byte(node: Path) -> None:
     script = """
     import { eventsOf } from "./events.js";
     const text = ': kept alive\\n\\nevent: cell\\r\\ndata: {"token": "日本"}\\r\\n\\r\\nid: 7\\ndata:one\\ndata: two\\n\\ndata: lost';
@@ -108,7 +108,7 @@ def test_h11_the_reader_of_events_takes_a_stream_cut_at_any_byte(node: Path) -> 
     assert len(found) > 50 and all(each == expected for each in found)
 
 
-def test_h11_leaving_the_reader_cancels_the_stream(node: Path) -> None:
+def test_leaving_the_reader_cancels_the_stream(node: Path) -> None:
     script = """
     import { eventsOf } from "./events.js";
     let isCancelled = false;
@@ -122,7 +122,7 @@ def test_h11_leaving_the_reader_cancels_the_stream(node: Path) -> None:
     assert evaluated(node, script) == [True]
 
 
-def test_h11_token_strings_of_both_kinds_become_text(node: Path) -> None:
+def test_token_strings_of_both_kinds_become_text(node: Path) -> None:
     cases = {
         "The França": ["The", "ĠFran", "Ã§", "a"],
         "日 x\n": ["æĹ", "¥", "Ġx", "Ċ"],
@@ -140,14 +140,14 @@ def test_h11_token_strings_of_both_kinds_become_text(node: Path) -> None:
     ]
 
 
-def test_h11_white_space_and_control_characters_are_visible(node: Path) -> None:
+def test_white_space_and_control_characters_are_visible(node: Path) -> None:
     script = """
     import { visible } from "./tokens.js";
     for (const text of [" a b", "\\n\\t", "\\r\\u0000", ""]) console.log(JSON.stringify(visible(text)));"""
     assert evaluated(node, script) == ["·a·b", "↵⇥", "␍␀", "∅"]
 
 
-def test_h11_tokens_correspond_as_in_the_sweep(node: Path) -> None:
+def test_tokens_correspond_as_in_the_sweep(node: Path) -> None:
     pairs = [([1, 2, 3], [1, 9, 3]), ([1, 2, 3], [1, 8, 9, 3]), ([1, 2, 2, 3], [1, 2, 3]), ([1], [2, 3]), ([5, 5], [5])]
     script = f"""
     import {{ aligned, comparison }} from "./tokens.js";
@@ -158,7 +158,7 @@ def test_h11_tokens_correspond_as_in_the_sweep(node: Path) -> None:
     assert compared == ["same", "unaligned", "same", "same"]
 
 
-def test_h11_a_pair_is_named_by_what_differs(node: Path) -> None:
+def test_a_pair_is_named_by_what_differs(node: Path) -> None:
     pairs = [
         (["The", " capital", " of", " France", " is"], ["The", " capital", " of", " Italy", " is"]),
         (["The", " France"], ["The", " United", " Kingdom"]),
@@ -171,7 +171,7 @@ def test_h11_a_pair_is_named_by_what_differs(node: Path) -> None:
     assert evaluated(node, script) == ["France → Italy", "France → United Kingdom", "b → ∅", "a b"]
 
 
-def test_h11_layers_are_read_from_text(node: Path) -> None:
+def test_layers_are_read_from_text(node: Path) -> None:
     texts = ["all", "3", " 3, 5-7 ", "", "x", "3,", "-1", "7-5"]
     script = f"""
     globalThis.document = {{ baseURI: "http://localhost/midstream/studio" }};

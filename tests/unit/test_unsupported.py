@@ -26,7 +26,7 @@ def config(mode=CUDAGraphMode.NONE, enable_sp=False, **parallel):
         ({"mode": CUDAGraphMode.FULL, "breakable": "1"}, "VLLM_USE_BREAKABLE_CUDAGRAPH=0"),
     ],
 )
-def test_d8_steps_that_would_pass_plans_by_are_refused(given, message, monkeypatch):
+def test_steps_that_would_pass_plans_by_are_refused(given, message, monkeypatch):
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", given.pop("older", "1"))
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", given.pop("breakable", "0"))
     with pytest.raises(MidstreamError, match=message):

@@ -69,7 +69,7 @@ def random_bits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
         lambda: random_bits(LARGE - 1),
     ],
 )
-def test_f8_tensors_of_all_kinds_arrive_as_they_are(make: Callable[[], torch.Tensor]) -> None:
+def test_tensors_of_all_kinds_arrive_as_they_are(make: Callable[[], torch.Tensor]) -> None:
     with torch.no_grad():
         tensor = make()
     for elsewhere in (False, True):
@@ -81,7 +81,7 @@ def test_f8_tensors_of_all_kinds_arrive_as_they_are(make: Callable[[], torch.Ten
         assert not there["first"].is_inference()
 
 
-def test_f8_a_small_part_of_a_large_storage_does_not_take_the_rest_along() -> None:
+def test_a_small_part_of_a_large_storage_does_not_take_the_rest_along() -> None:
     large = random_bits(1000, 1000)
     for part, most in ((large[3], 4_000), (large[:, :3], 12_000), (large[::100, ::100], 400)):
         code = shipped(part)
@@ -91,7 +91,7 @@ def test_f8_a_small_part_of_a_large_storage_does_not_take_the_rest_along() -> No
     assert sent(code) == 0 and len(code.programs) < 10_000
 
 
-def test_f8_tensors_of_one_storage_share_it_in_the_worker() -> None:
+def test_tensors_of_one_storage_share_it_in_the_worker() -> None:
     """Seen failing with each tensor in a part of its own."""
     both = random_bits(512, 256)
     code = shipped({"encoder": both[:256], "decoder": both.T, "row": both[3], "bits": both.view(torch.int32)})
@@ -103,7 +103,7 @@ def test_f8_tensors_of_one_storage_share_it_in_the_worker() -> None:
     assert there["decoder"].stride() == both.T.stride()
 
 
-def test_f8_what_a_body_writes_no_other_body_sees() -> None:
+def test_what_a_body_writes_no_other_body_sees() -> None:
     """Seen failing with the held weight itself in place of `_private` copies."""
     tensor = random_bits(300, 301)
     code = shipped((tensor, tensor[3:]))
@@ -131,7 +131,7 @@ def test_f8_what_a_body_writes_no_other_body_sees() -> None:
         lambda weight: weight.untyped_storage().__setitem__(12_345, weight.untyped_storage()[12_345] ^ 1),
     ],
 )
-def test_f8_a_change_on_the_client_is_seen(change: Callable[[nn.Parameter], Any]) -> None:
+def test_a_change_on_the_client_is_seen(change: Callable[[nn.Parameter], Any]) -> None:
     """Seen failing with `_version` in place of the comparison, and without any."""
     weight = nn.Parameter(random_bits(300, 301))
     before, was = shipped(weight), weight.detach().clone()
@@ -142,19 +142,19 @@ def test_f8_a_change_on_the_client_is_seen(change: Callable[[nn.Parameter], Any]
     assert torch.equal(loaded(after), weight) and torch.equal(loaded(before), was)
 
 
-def test_f8_equal_content_is_one_weight() -> None:
+def test_equal_content_is_one_weight() -> None:
     tensor = random_bits(300, 301)
     first, second = shipped(tensor), shipped([tensor.clone(), tensor])
     assert [*first.weights.values()] == [*second.weights.values()]
 
 
-def test_f8_tensors_are_on_the_models_device_wherever_the_worker_holds_them() -> None:
+def test_tensors_are_on_the_models_device_wherever_the_worker_holds_them() -> None:
     code = shipped(random_bits(300, 301))
     ((program,),) = unship(code.programs, id, torch.device("meta"), stored(code))
     assert isinstance(program, FunctionProgram) and program.fn(None).is_meta
 
 
-def test_f8_a_weight_that_is_missing_is_an_error() -> None:
+def test_a_weight_that_is_missing_is_an_error() -> None:
     with pytest.raises(TraceError, match="Run the trace again"):
         loaded(shipped(random_bits(LARGE)), {})
 
@@ -228,7 +228,7 @@ def as_array(value: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("n", [10, 600])
 @pytest.mark.parametrize("make", MEMORIES)
-def test_l1_what_overlaps_in_memory_overlaps_in_the_copy(make: Callable[[int], Any], n: int) -> None:
+def test_what_overlaps_in_memory_overlaps_in_the_copy(make: Callable[[int], Any], n: int) -> None:
     """A write through each of them is seen in the others as it is in the caller's own, and in these nothing changes."""
     given = make(n)
     for place in range(len(given)):
@@ -247,7 +247,7 @@ def test_l1_what_overlaps_in_memory_overlaps_in_the_copy(make: Callable[[int], A
         np.testing.assert_array_equal(as_array(value), as_array(untouched))
 
 
-def test_l1_columns_that_share_nothing_do_not_take_the_others_along() -> None:
+def test_columns_that_share_nothing_do_not_take_the_others_along() -> None:
     large = random_bits(1000, 1000)
     for columns in ([large[:, 0], large[:, 5]], [large.numpy()[:, 0], large.numpy()[:, 5]]):
         code = shipped(columns)
@@ -255,7 +255,7 @@ def test_l1_columns_that_share_nothing_do_not_take_the_others_along() -> None:
         assert all(np.array_equal(*each) for each in zip(loaded(code), columns, strict=True))
 
 
-def test_l1_arrays_of_all_kinds_arrive_as_they_are() -> None:
+def test_arrays_of_all_kinds_arrive_as_they_are() -> None:
     fixed = np.arange(12.0).reshape(3, 4)
     fixed.flags.writeable = False
     arrays = [
@@ -285,7 +285,7 @@ def test_l1_arrays_of_all_kinds_arrive_as_they_are() -> None:
         assert other[0] == 9 and not other.flags.writeable
 
 
-def test_f8_a_write_to_an_array_changes_no_weight() -> None:
+def test_a_write_to_an_array_changes_no_weight() -> None:
     W = random_bits(300, 301)
     code = shipped((W, W.numpy()))
     held = stored(code)
@@ -295,7 +295,7 @@ def test_f8_a_write_to_an_array_changes_no_weight() -> None:
     assert not tensor.any() and torch.equal(other, W) and torch.equal(loaded(code, held)[0], W)
 
 
-def test_l1_a_tensor_on_a_device_shares_no_memory_with_an_array() -> None:
+def test_a_tensor_on_a_device_shares_no_memory_with_an_array() -> None:
     """It would say so in silence, by other values. Seen failing: the array stayed as it was when the tensor changed."""
     W = torch.randn(3, 4)
     ARRAY = W.numpy()
@@ -387,7 +387,7 @@ def in_this_process() -> list[Callable[[Any], Any]]:
     return [program.fn for program in programs if isinstance(program, FunctionProgram)]
 
 
-def test_l1_functions_with_caches_and_of_several_types_are_sent() -> None:
+def test_functions_with_caches_and_of_several_types_are_sent() -> None:
     """Seen failing: neither could be pickled."""
     fibonacci.cache_clear()
     for fn in in_this_process():
@@ -396,7 +396,7 @@ def test_l1_functions_with_caches_and_of_several_types_are_sent() -> None:
     assert fibonacci.cache_info().currsize == 0
 
 
-def test_l6_code_that_is_loaded_where_it_was_made_changes_no_class_of_the_callers() -> None:
+def test_code_that_is_loaded_where_it_was_made_changes_no_class_of_the_callers() -> None:
     """Seen failing: cloudpickle put the copied methods and attributes into the caller's class."""
     methods, seen = dict(vars(Counter)), Counter.seen
     for fn in in_this_process():
@@ -434,7 +434,7 @@ def weight(name: str, size: int) -> dict[str, Weight]:
     return {name: Weight(bytes(size), name)}
 
 
-def test_f8_the_least_recently_used_weights_are_dropped() -> None:
+def test_the_least_recently_used_weights_are_dropped() -> None:
     async def main() -> None:
         workers = Workers()
         weights = HeldWeights(10, workers.tell)
@@ -453,7 +453,7 @@ def test_f8_the_least_recently_used_weights_are_dropped() -> None:
     asyncio.run(main())
 
 
-def test_f8_no_weight_in_use_is_dropped_whoever_uses_others() -> None:
+def test_no_weight_in_use_is_dropped_whoever_uses_others() -> None:
     """Seen failing without the counts of uses, and without the lock around a change."""
 
     async def user(weights: HeldWeights, workers: Workers, rng: random.Random) -> None:
@@ -475,7 +475,7 @@ def test_f8_no_weight_in_use_is_dropped_whoever_uses_others() -> None:
     asyncio.run(main())
 
 
-def test_f8_an_interrupted_change_is_made_good_by_the_next() -> None:
+def test_an_interrupted_change_is_made_good_by_the_next() -> None:
     """Seen failing with a weight noted as held before the workers have answered."""
 
     async def use(weights: HeldWeights, name: str) -> None:
