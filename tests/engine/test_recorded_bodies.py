@@ -1,6 +1,5 @@
-"""Random bodies of traces mean what Python and PyTorch mean by them (rows L1, L2, L8).
+"""Bodies of traces mean what Python and PyTorch mean by them (rows L1, L2, L8).
 
-Their pieces are the idioms of `random_idioms.py` and its neighbours: short circuits, aliases, closures, generators, exceptions, classes.
 The oracle is `plain_forward.py`: plain transformers with hooks. Values, errors and tokens must agree with it, however midstream runs the
 body. `MIDSTREAM_RANDOM_BODIES=10000` sets the number of random bodies, and `MIDSTREAM_RANDOM_FIRST` the first one's seed.
 """
@@ -13,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from body_checks import Oracle, check_random
+from body_checks import EIFFEL, LONG, ONE, PARIS, REBINDS, THREE, Body, Oracle, check, check_random, hard_bodies
 
-COUNT = int(os.environ.get("MIDSTREAM_RANDOM_BODIES", "600"))
+HARD = hard_bodies()
+COUNT = int(os.environ.get("MIDSTREAM_RANDOM_BODIES", "500"))
 FIRST = int(os.environ.get("MIDSTREAM_RANDOM_FIRST", "0"))
 CHUNK = 50
-ALWAYS = 300 if COUNT == 600 else COUNT  # these have nearly every idiom
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +32,111 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------------ random bodies
+# -------------------------------------------------------------------------------------------------- the table of issue 36
 
 
-def chunks(count: int, always: int) -> Any:
-    """Random bodies in groups, each of which is one test."""
-    seeds = [range(first, min(first + CHUNK, FIRST + count)) for first in range(FIRST, FIRST + count, CHUNK)]
-    marks = [[] if each.start < FIRST + always else pytest.mark.matrix for each in seeds]
-    params = [pytest.param(each, marks=mark) for each, mark in zip(seeds, marks, strict=True)]
-    return pytest.mark.parametrize("seeds", params, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def spellings(group: str) -> Any:
+    """The bodies of a row of the table."""
+    bodies = [body for body in HARD if body.name.startswith(f"{group}__")]
+    assert bodies
+    return pytest.mark.parametrize("body", bodies, ids=[body.name.partition("__")[2] for body in bodies])
+
+
+def check_all_forms(oracle: Oracle, model: Any, body: Body) -> None:
+    """As a function for three prompts at once, as a call in a with-block, and as the with-block itself."""
+    check(oracle, model, body, [PARIS, LONG, THREE], 1, "several")
+    check(oracle, model, body, [PARIS], 3, "trace")
+    if body.name != REBINDS:
+        check(oracle, model, body, [EIFFEL], 2, "inline")
+
+
+@spellings("not_reached")
+def test_a_write_that_python_does_not_reach_is_not_made(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("reached")
+def test_a_write_in_an_expression_is_made_once_it_is_reached(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("changed_in_place")
+def test_a_vector_that_was_changed_in_place_is_written_as_changed(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("changed_in_tuples")
+def test_a_vector_in_a_tuple_is_the_vector_itself(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("effects_of_comprehensions")
+def test_effects_of_comprehensions_and_generators_stay(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("defaults_and_bound_methods")
+def test_changes_through_defaults_and_bound_methods_count(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("swallowed")
+def test_code_behind_a_swallowed_exception_does_not_run(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+@spellings("replaced_and_changed")
+def test_a_tensor_that_replaced_a_value_is_the_value(engine, oracle, body):
+    check_all_forms(oracle, engine, body)
+
+
+# -------------------------------------------------------------------------------------------------------- hard bodies
+
+
+@pytest.mark.parametrize(
+    "body", [body for body in HARD if "__" not in body.name], ids=lambda body: f"{body.path.stem}-{body.name}"
+)
+def test_hard_bodies_mean_what_python_means(engine, oracle, body):
+    check(oracle, engine, body, [EIFFEL, THREE, ONE], 3, "several")
+    check(oracle, engine, body, [PARIS], 2, "trace")
 
 
 @pytest.mark.slow
-@chunks(COUNT, ALWAYS)
+@pytest.mark.parametrize("file", sorted({body.path for body in HARD}), ids=lambda path: path.stem)
+def test_hard_bodies_on_transformers(hf, oracle, file):
+    for body in HARD:
+        if body.path == file:
+            check(oracle, hf, body, [PARIS], 3, "run")
+            check(oracle, hf, body, [ONE], 2, "trace")
+
+
+def test_the_callers_vectors_are_as_they_were(model):
+    """The bodies change them in the trace."""
+    for name in ("changed_in_place__callers_vector", "changed_in_place__global", "changed_in_place__replaced_global"):
+        body = next(body for body in HARD if body.name == name)
+        fn = body.fresh(lambda value: value)
+        before = {name: fn.__globals__[name].clone() for name in ("D", "W", "GLOBAL")}
+        model.run(fn, [PARIS, THREE], max_tokens=1, temperature=0.0)
+        assert all(torch.equal(fn.__globals__[name], value) for name, value in before.items())
+
+
+# ------------------------------------------------------------------------------------------------------ random bodies
+
+
+def chunks(count: int) -> Any:
+    """Random bodies in groups, each of which is one test."""
+    starts = range(FIRST, FIRST + count, CHUNK)
+    seeds = [range(start, min(start + CHUNK, FIRST + count)) for start in starts]
+    return pytest.mark.parametrize("seeds", seeds, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+
+
+@pytest.mark.slow
+@chunks(COUNT)
 def test_random_bodies_mean_what_pytorch_means(engine, oracle, tmp_path, seeds):
     check_random(oracle, engine, seeds, tmp_path)
 
 
 @pytest.mark.slow
-@chunks(100, 50)
+@chunks(100)
 def test_random_bodies_on_transformers(hf, oracle, tmp_path, seeds):
     check_random(oracle, hf, seeds, tmp_path)

@@ -37,6 +37,8 @@ PARIS, EIFFEL, THREE = "The capital of France is", "The Eiffel Tower is in the c
 LONG = " ".join([EIFFEL, "Paris.", PARIS, "Paris.", THREE, "four five six."] * 6)  # several blocks of the KV cache
 ONE = [815]  # a prompt of one token
 PROMPTS = [PARIS, EIFFEL, THREE, LONG, ONE]
+# A block has copies of the names that it uses from outside, so it does not see that a helper binds one anew; a function does.
+REBINDS = "changed_in_place__replaced_global"
 _numbers = itertools.count()
 
 
@@ -341,8 +343,7 @@ def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path, allo
         prompts = [PROMPTS[(seed + i) % len(PROMPTS)] for i in range(3 if seed % 6 == 5 else 1)]
         body = random_body(directory, seed)
         form = "several" if len(prompts) > 1 else ("run", "trace", "run", "inline")[seed % 4]
-        # A block has copies of the names that it uses from outside, so it does not see that a helper binds one anew; a function does.
-        if form == "inline" and re.search(r"renew|counted", source(seed).removeprefix(HEAD)):
+        if form == "inline" and re.search(r"renew|counted", source(seed).removeprefix(HEAD)):  # as REBINDS
             form = "trace"
         try:
             check(oracle, model, body, prompts, 1 + seed % 3, form)
@@ -356,3 +357,16 @@ def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path, allo
     wrong = {seed: why for seed, why in wrong.items() if not re.search(allowed, why)}
     shown = [f"seed {seed}: {why}\n{source(seed).removeprefix(HEAD)}" for seed, why in list(wrong.items())[:4]]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(seeds)} bodies are wrong: {[*wrong]}", *shown])
+
+
+HARD = Path(__file__).parent / "hard_bodies"
+
+
+def hard_bodies() -> list[Body]:
+    """The bodies of the files in `hard_bodies`: their functions of (model, tracer)."""
+    found = []
+    for path in sorted(HARD.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        found += [Body(path, fn.name) for fn in functions if [arg.arg for arg in fn.args.args] == ["model", "tracer"]]
+    return found
