@@ -38,7 +38,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import converted, routes
+from midstream.capture.rows import cast_rows, routes
 from midstream.errors import CaptureError, MidstreamError, NotCapturedError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
 
@@ -783,6 +783,6 @@ def test_wrong_options_fail_the_request(installed, options):
 
 def test_d4_an_infinite_number_does_not_hide_another_that_is_too_large() -> None:
     infinite = torch.tensor([[float("inf"), 1.0]])
-    assert torch.equal(converted(infinite, "float16", "it"), infinite.half())
+    assert torch.equal(cast_rows(infinite, "float16", "it"), infinite.half())
     with pytest.raises(CaptureError, match=r"it: 1e\+06 is too large for float16"):
-        converted(torch.tensor([[float("inf"), 1e6]]), "float16", "it")
+        cast_rows(torch.tensor([[float("inf"), 1e6]]), "float16", "it")

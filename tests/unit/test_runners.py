@@ -688,6 +688,6 @@ def test_a_call_to_the_workers_of_a_dead_engine_is_told_in_midstreams_words(meth
         raise EngineDeadError
 
     with pytest.raises(EngineClosedError, match="died"):
-        launch.ask(SimpleNamespace(collective_rpc=dead), method)
+        launch.call_workers(SimpleNamespace(collective_rpc=dead), method)
     with pytest.raises(EngineClosedError, match="died"):
-        asyncio.run(launch.ask(SimpleNamespace(collective_rpc=dead_later), method))
+        asyncio.run(launch.call_workers(SimpleNamespace(collective_rpc=dead_later), method))

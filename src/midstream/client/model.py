@@ -37,7 +37,7 @@ from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.sweeps.request import Metric, SweepRequest
-from midstream.sweeps.running import Sweeping, SweepStream
+from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
@@ -609,7 +609,7 @@ class TraceModel(Sizes):
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
         """The object that runs a sweep."""
-        return Sweeping(self, clean, corrupt, answer, foil, asked, to)
+        return SweepRun(self, clean, corrupt, answer, foil, asked, to)
 
     def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:
         """`with model.edit() as edited:` makes a view of the model, for whose requests the block runs, too, in each of their steps.

@@ -48,12 +48,12 @@ class Seam:
         reason: why midstream needs this.
         signature: what a function has to take and return, such as `(a, b, *, c, **rest) -> tuple[X, ...]`: its first positional
             parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it has no
-            other parameters, or, where midstream only calls it, none without a default.
+            other parameters; if midstream only calls it, it may have others with a default.
         members: what a class has to have, separated by semicolons: attributes, and methods as `name(signature)`.
-        role: the processes in which `plugin.apply` replaces the target for good; None if a `Replacement` does on one object or for a
-            while, or if nothing is replaced.
+        role: the processes in which `plugin.apply_replacements` replaces the target for good; None if a `Replacement` does so on one object
+            or for a while, or if nothing is replaced.
         seen: the versions on which tests have run through this row.
-        optional: what happens where vLLM does not have the target; empty if midstream needs it.
+        optional: what happens if vLLM does not have the target; empty if midstream needs it.
     """
 
     target: str
@@ -151,7 +151,7 @@ _FRONT_END = (
          "Each request has its own parameters, so vLLM need not copy them deeply.", optional="vLLM copies them."),
     Seam("vllm.exceptions.VLLMValidationError", SUBCLASSES, "midstream.engine.admission._refusal",
          "Servers answer this error with status 400."),
-    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch.own_errors",
+    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch.translated_errors",
          "Recognised by name: the error that a request is at fault for.",
          optional="Errors of a request are recognised by VLLMValidationError and by the module that raised them."),
     *(
@@ -340,7 +340,7 @@ _WORKER = (
          "While graphs are recorded, in traced steps, and in planned steps without a graph: decides for each piece what runs."),
     Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries", REPLACES, "midstream.engine.recording.SetOfGraphs",
          "In planned steps: graphs with the plans' kernel in them."),
-    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper", READS, "midstream.engine.recording.Pieces",
+    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper", READS, "midstream.engine.recording.PiecewiseGraphs",
          "The compiled code of a piece, and which kind of graph it is for.", members="runnable; runtime_mode"),
     Seam("vllm.compilation.cuda_graph.CUDAGraphEntry", READS, "midstream.engine.recording._run",
          "Where the graph of the next piece reads its input.", members="output"),

@@ -1,4 +1,4 @@
-"""The pipeline stages of a model: which modules each stage built, and the values that they give each other."""
+"""The pipeline stages of a model: which modules each stage has built, and how stages send each other values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STAGE_MOMENTS = 1 << 40  # larger than the number of inputs and outputs in one 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What one stage tells the others about itself.
+    """The description of a stage that the other stages get.
 
     Attributes:
         arch: its part of the architecture.
@@ -92,7 +92,7 @@ class Stages(Stage):
 
     Args:
         parts: of every stage, in their order.
-        link: to the ranks of the other stages that hold the same share of each layer.
+        link: to the ranks of the other stages that have the same tensor-parallel rank.
         device: where the forward computes.
 
     Attributes:
@@ -127,7 +127,7 @@ class Stages(Stage):
         return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
 
     def begin_of(self, stage: int) -> int:
-        """The moment at which a stage begins, in the whole model's forward."""
+        """The moment of the whole model's forward at which a stage begins."""
         return stage * _STAGE_MOMENTS
 
     def has(self, key: Key) -> bool:
@@ -170,27 +170,27 @@ class Stages(Stage):
         return found
 
     def silence(self, body: str, failure: BaseException | None) -> None:
-        """The body's code has ended. The others are told at once: another stage may wait for a value that the body would have published,
-        while this stage waits, in another body, for that stage.
+        """The body's code has ended. Tell the other stages at once: one of them may wait for a value of the body while this stage, in
+        another body, waits for that stage.
         """
         self.link.silence(body, *self._why_over(failure))
 
     def end(self, body: str, failure: BaseException | None) -> None:
-        """The body is over, and what it published is forgotten."""
+        """The body is over. The values that it published are forgotten."""
         self.link.end(body, *self._why_over(failure))
 
     def _why_over(self, failure: BaseException | None) -> tuple[str, bool]:
-        """The reason that later fetches get, and whether the body failed."""
+        """The reason for later fetches, and whether the body failed."""
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
         return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
 
     def claim(self, stage: int, body: str, number: int) -> Claim:
-        """As long as the claim lives, this stage may fetch that value. After that the next `end_step` tells the owner."""
+        """While the claim lives, this stage may fetch the value. When the claim has died, the next `end_step` tells the owner."""
         return Claim(functools.partial(self._waived.append, (stage, body, number)))
 
     def end_step(self, bodies: Collection[str]) -> None:
-        """Tell the others which values `bodies` will not fetch any more, and move published values off the device."""
+        """Tell the other stages which values `bodies` will not fetch, and move published values off the device."""
         waived: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         while self._waived:
             stage, body, number = self._waived.popleft()

@@ -4,13 +4,13 @@
 of their own inputs and outputs. A leaf of any other module has the layout of the known leaf in whose memory it lies (queries, keys and
 values are columns of the fused projection's output). If a module without children returns a tensor shaped like one of its inputs
 (activations, norms over heads, rotary embeddings), the output has the layout of that input. All other leaves count as full tensors, for
-example what a model computes between its modules.
+example the values that a model computes between its modules.
 
-`TensorParallel` makes full tensors of the parts. Each rank runs the same bodies, and some of what bodies do is collective: a rank that got
-to a gather alone would wait forever. So each rank notes what its bodies do (reads, writes, and their ends), and publishes the notes before
-its forward goes on. Before a collective operation the body's notes of this step are compared: a peer either has the next note already, or
-gets there without needing anything of this rank. At the end of every step all ranks compare the notes of all bodies, so that all of them
-fail the same bodies.
+`TensorParallel` makes full tensors of the parts. Each rank runs the same bodies, and some operations of bodies are collective: a rank that
+reached a gather alone would wait forever. So each rank notes its bodies' operations (reads, writes, ends), and publishes the notes before
+its forward goes on. Before a collective operation, the ranks compare the body's notes of this step. A peer either has the next note
+already, or reaches it without waiting for this rank. At the end of every step all ranks compare the notes of all bodies, so that all of
+them fail the same bodies.
 
 Legend of shape suffixes: R ranks, t tokens, w the width on one rank, W the full width, in elements of one token. A width may span several
 axes, such as heads and head_dim; then the ranks divide the first of them.
@@ -124,7 +124,7 @@ _EXPERTS = ("FusedMoE", "MoERunner")  # vLLM's classes for a mixture of experts
 
 
 class Finder(ShardFinder):
-    """Finds the layouts on one rank of `size`. `exchange(x)` is collective and returns what every rank passed."""
+    """Finds the layouts on one rank of `size`. `exchange(x)` is collective and returns the values that all ranks passed."""
 
     def __init__(self, size: int, exchange: Callable[[Any], list[Any]]) -> None:
         self.size = size
@@ -136,7 +136,7 @@ class Finder(ShardFinder):
         return set(modules) if partial else set()
 
     def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
-        """Give attention an output that is not zero, as it is in a dummy run: a sum of zeros over ranks looks like its summands."""
+        """Replace attention's output, which is zero in a dummy run: a sum of zeros over the ranks would look like its summands."""
         return {path: _ramp for path, module in modules.items() if is_a(module, "Attention", "MLAAttention")}
 
     def find(self, probe: Probe) -> Layouts:
@@ -270,7 +270,7 @@ class _Search:
         }
 
     def _by_memory(self, leaf: Leaf) -> Layout | None:
-        """The layout of the known leaf that this one equals or is a part of the columns of."""
+        """The layout of the known leaf that this leaf equals, or whose columns contain it."""
         for known, layout in reversed(self._known):
             if isinstance(layout, Shards):
                 found: Layout | None = self._columns(leaf, known, layout)
@@ -466,10 +466,9 @@ class TensorParallel(Peers):
             del self._diverged[name]
         return errors
 
-    def _blame(self, body: str, here: str | None, peer: int, there: str | None) -> None:
-        own = f"on tensor-parallel rank {self._link.rank} it came to {here or 'nothing'}"
-        other = f"on rank {peer} to {there or 'something else'}"
-        self._diverged[body] = f"{own}, {other}"
+    def _blame(self, body: str, own: str | None, peer: int, other: str | None) -> None:
+        on_this_rank = f"on tensor-parallel rank {self._link.rank} it came to {own or 'nothing'}"
+        self._diverged[body] = f"{on_this_rank}, on rank {peer} to {other or 'something else'}"
 
     def _error(self, body: str) -> DivergedError:
         return DivergedError(
@@ -479,7 +478,7 @@ class TensorParallel(Peers):
         )
 
     def gauges(self) -> dict[str, int]:
-        """What is held; zero when no trace runs."""
+        """Counts of the objects that are held: zeros when no trace runs."""
         return {f"tensor_{name}": count for name, count in self._link.gauges().items()}
 
     def close(self) -> None:

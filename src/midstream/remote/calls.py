@@ -18,14 +18,14 @@ from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.transport.codec import NO_MESSAGE, data_kind
+from midstream.transport.codec import NO_MESSAGE, register_data_kind
 from midstream.tree import map_objects
 
 MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
 _FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
+class CallEntry(msgspec.Struct, forbid_unknown_fields=True):
     """One prompt of a call: text or token ids. `plan` is the number of its plan in the call.
 
     What is Raw is msgpack that the server reads later: part by part on another thread, and only if it is not too large.
@@ -37,7 +37,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     answers: msgspec.Raw = msgspec.Raw(b"\x90")  # list[str | int]
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class RemoteCall(msgspec.Struct, forbid_unknown_fields=True):
     """Requests that a client sends together.
 
     Attributes:
@@ -53,7 +53,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     version: str
-    asked: Annotated[list[Asked], _FOR_PROMPTS]
+    asked: Annotated[list[CallEntry], _FOR_PROMPTS]
     plans: Annotated[list[msgspec.Raw], _FOR_PROMPTS] = []
     stream: bool = False
     together: bool = False
@@ -65,7 +65,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     lengths: Annotated[list[int], _FOR_PROMPTS] = []
 
 
-def raw(value: Any) -> msgspec.Raw:
+def as_msgpack(value: Any) -> msgspec.Raw:
     """A value as msgpack."""
     return msgspec.Raw(msgspec.msgpack.encode(value))
 
@@ -144,8 +144,8 @@ class Update:
 
 
 for _kind in (Update, RemoteSample, Logprob, Outcome):
-    data_kind(_kind)
-data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured.of)
+    register_data_kind(_kind)
+register_data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured.of)
 
 
 class UpdateWriter:
@@ -281,11 +281,12 @@ class Progress:
             self.results[index] = result
         return index, output, result
 
-    @property
-    def is_over(self) -> bool:
-        return len(self.results) == len(self._readers)
+    def check_over(self) -> None:
+        """Raise ChannelError unless all requests are over."""
+        if len(self.results) < len(self._readers):
+            raise ChannelError("the server ended its answer early")
 
-    def lost(self, url: str, reason: object) -> RemoteError:
+    def lost_error(self, url: str, reason: object) -> RemoteError:
         """The error for a connection that was lost. Its `outputs` and `saves` have what has come, for each request."""
         saves = [reader.output.saves for reader in self._readers]
         names = sorted({name for each in saves for part in _dicts(each) for name in part})

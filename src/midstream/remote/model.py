@@ -29,7 +29,7 @@ from midstream.plan.selections import Selector
 from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
+from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
 from midstream.requests.invokes import (
     Answers,
     Invoke,
@@ -45,11 +45,11 @@ from midstream.requests.streams import Called, Item, OutputStream
 from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.settings import NAME
-from midstream.sweeps.events import Event, Outline, decoded
+from midstream.sweeps.events import Event, Outline, decode_event
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.program import ShippedCode
-from midstream.transport.wire import Reader
+from midstream.transport.wire import MessageReader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds
@@ -83,60 +83,63 @@ class ServerConnection:
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         """A response without an error. Raises the server's error in its own class, or RemoteError."""
-        with self._errors():
-            response = self._client.request(method, self._at(path), **request)
-        _raise_refusal(response)
+        with self._response(method, path, **request) as response:
+            response.read()
         return response
 
-    def messages(self, call: Call, progress: Progress) -> Iterator[Item]:
+    def messages(self, call: RemoteCall, progress: Progress) -> Iterator[Item]:
         """The outputs of a call as they come. Leaving it ends the requests on the server."""
-        reader = Reader()
-        with self._errors(progress), self._client.stream("POST", self._at("generate"), content=_packed(call)) as got:
-            if got.is_error:
-                got.read()
-            _raise_refusal(got)
-            for piece in got.iter_raw():
-                yield from filter(None, map(progress.read, reader.feed(piece)))
-            _check_over(progress)
+        reader, content = MessageReader(), msgspec.msgpack.encode(call)
+        with self._response("POST", "generate", progress, content=content) as response:
+            for data in response.iter_raw():
+                yield from filter(None, map(progress.read, reader.feed(data)))
+            progress.check_over()
 
-    async def async_messages(self, call: Call, progress: Progress) -> AsyncIterator[Item]:
+    async def async_messages(self, call: RemoteCall, progress: Progress) -> AsyncIterator[Item]:
         """As `messages`."""
-        reader = Reader()
-        async with httpx.AsyncClient(**self._settings) as client:
-            request = client.stream("POST", self._at("generate"), content=_packed(call))
-            with self._errors(progress):
-                async with request as got:
-                    if got.is_error:
-                        await got.aread()
-                    _raise_refusal(got)
-                    async for piece in got.aiter_raw():
-                        for item in filter(None, map(progress.read, reader.feed(piece))):
-                            yield item
-                    _check_over(progress)
+        reader, content = MessageReader(), msgspec.msgpack.encode(call)
+        async with self._async_response("generate", progress, content=content) as response:
+            async for data in response.aiter_raw():
+                for item in filter(None, map(progress.read, reader.feed(data))):
+                    yield item
+            progress.check_over()
 
     async def events(self, asked: dict[str, Any], is_async: bool) -> AsyncGenerator[Event]:
-        """The events of a sweep as they come; with `is_async` False, without ever waiting on an event loop."""
-        request: Any = {"json": asked}
-        with self._errors():
-            if not is_async:
-                with self._client.stream("POST", self._at("sweeps"), **request) as got:
-                    if got.is_error:
-                        got.read()
-                    _raise_refusal(got)
-                    for line in got.iter_lines():
-                        if (event := _event(line)) is not None:
-                            yield event
-                return
-            async with (
-                httpx.AsyncClient(**self._settings) as client,
-                client.stream("POST", self._at("sweeps"), **request) as got,
-            ):
-                if got.is_error:
-                    await got.aread()
-                _raise_refusal(got)
-                async for line in got.aiter_lines():
+        """The events of a sweep as they come. Without `is_async` it never waits on an event loop."""
+        if is_async:
+            async with self._async_response("sweeps", json=asked) as response:
+                async for line in response.aiter_lines():
                     if (event := _event(line)) is not None:
                         yield event
+        else:
+            with self._response("POST", "sweeps", json=asked) as response:
+                for line in response.iter_lines():
+                    if (event := _event(line)) is not None:
+                        yield event
+
+    @contextlib.contextmanager
+    def _response(
+        self, method: str, path: str, progress: Progress | None = None, **request: Any
+    ) -> Iterator[httpx.Response]:
+        """A response without an error, to be read in the block. Raises as `ask` does."""
+        with self._errors(progress), self._client.stream(method, self._at(path), **request) as response:
+            if response.is_error:
+                response.read()
+                raise _refusal(response)
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _async_response(
+        self, path: str, progress: Progress | None = None, **request: Any
+    ) -> AsyncIterator[httpx.Response]:
+        """As `_response`, with POST."""
+        async with httpx.AsyncClient(**self._settings) as client:
+            with self._errors(progress):
+                async with client.stream("POST", self._at(path), **request) as response:
+                    if response.is_error:
+                        await response.aread()
+                        raise _refusal(response)
+                    yield response
 
     def close(self) -> None:
         self._client.close()
@@ -156,16 +159,7 @@ class ServerConnection:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if progress is None:
                 raise RemoteError(f"The connection to {self.url} was lost ({reason}).") from error
-            raise progress.lost(self.url, reason) from error
-
-
-def _packed(call: Call) -> bytes:
-    return msgspec.msgpack.encode(call)
-
-
-def _check_over(progress: Progress) -> None:
-    if not progress.is_over:
-        raise ChannelError("the server ended its answer early")
+            raise progress.lost_error(self.url, reason) from error
 
 
 def _event(line: str) -> Event | None:
@@ -173,7 +167,7 @@ def _event(line: str) -> Event | None:
     if not line.startswith("data: "):
         return None
     try:
-        return decoded(line.removeprefix("data: "))
+        return decode_event(line.removeprefix("data: "))
     except msgspec.MsgspecError:
         raise _error_of(json.loads(line.removeprefix("data: "))["error"], 500) from None
 
@@ -187,9 +181,8 @@ def _error_of(error: Mapping[str, Any], status: int) -> MidstreamError:
     return RemoteError(f"{status}: {text}", field=field)
 
 
-def _raise_refusal(response: httpx.Response) -> None:
-    if not response.is_error:
-        return
+def _refusal(response: httpx.Response) -> MidstreamError:
+    """The error of a response with an error status."""
     error: Any = {"message": response.text[:200]}
     with contextlib.suppress(ValueError, KeyError, TypeError):
         told = response.json()["error"]
@@ -200,10 +193,10 @@ def _raise_refusal(response: httpx.Response) -> None:
         )
     elif response.status_code == 404 and error.get("type") != "NotFoundError":
         error["message"] = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
-    raise _error_of(error, response.status_code)
+    return _error_of(error, response.status_code)
 
 
-class Delivery:
+class CaptureForwarder:
     """Hands the captured rows of one request on to where its plan sends them, once the server has sent them all."""
 
     def __init__(self, plan: PreparedPlan, collected: Collected | None, sinks: Sinks) -> None:
@@ -242,32 +235,32 @@ class RemoteStream(OutputStream):
 
     Args:
         calls: the calls that they are sent with, one after the other, each with what `Progress` takes.
-        deliveries: for each call, those of its requests that have one.
+        forwarders: for each call, those of its requests that have one.
         ended: called with 1 as each request ends.
     """
 
     def __init__(
         self,
         server: ServerConnection,
-        calls: Sequence[tuple[Call, Sequence[Ending | None]]],
-        deliveries: Sequence[dict[int, Delivery]],
+        calls: Sequence[tuple[RemoteCall, Sequence[Ending | None]]],
+        forwarders: Sequence[dict[int, CaptureForwarder]],
         ended: Callable[[int], object],
     ) -> None:
         super().__init__(ended)
-        self._server, self._calls, self._deliveries = server, calls, deliveries
+        self._server, self._calls, self._forwarders = server, calls, forwarders
 
     def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
         return contextlib.aclosing(self._items())
 
     async def _items(self) -> AsyncGenerator[Item]:
         before = 0
-        for (call, endings), deliveries in zip(self._calls, self._deliveries, strict=True):
+        for (call, endings), forwarders in zip(self._calls, self._forwarders, strict=True):
             messages: Any = self._server.async_messages(call, Progress(endings))
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
-                    if result is not None and (delivery := deliveries.get(index)) is not None:
-                        await asyncio.to_thread(delivery.take, result)
-                        await asyncio.to_thread(delivery.finish, result)
+                    if result is not None and (forwarder := forwarders.get(index)) is not None:
+                        await asyncio.to_thread(forwarder.take, result)
+                        await asyncio.to_thread(forwarder.finish, result)
                     yield before + index, output, result
             before += len(call.asked)
 
@@ -499,29 +492,29 @@ class Remote(DescribedModel):
         invokes = [replace(invoke, prompt=self._sent(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
-        deliveries = [self._deliveries(part) for part in parts]
+        forwarders = [self._forwarders(part) for part in parts]
         if self._is_async:
-            return RemoteStream(self._connection, calls, deliveries, ended)
+            return RemoteStream(self._connection, calls, forwarders, ended)
 
         def run() -> list[InvokeResult]:
             results = []
-            for (call, endings), delivered in zip(calls, deliveries, strict=True):
+            for (call, endings), own_forwarders in zip(calls, forwarders, strict=True):
                 progress = Progress(endings)
                 for index, _, result in self._connection.messages(call, progress):
                     if result is not None:
                         ended(1)
-                        if index in delivered:
-                            delivered[index].take(result)
-                for index, delivery in delivered.items():
-                    delivery.finish(progress.results[index])
+                        if index in own_forwarders:
+                            own_forwarders[index].take(result)
+                for index, forwarder in own_forwarders.items():
+                    forwarder.finish(progress.results[index])
                 results += [progress.results[i] for i in range(len(call.asked))]
             return results
 
         return Called(run)
 
-    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Ending | None]]:
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[RemoteCall, list[Ending | None]]:
         """The call, and what makes the outcomes of traces that plans do: the server gets no code of these."""
-        call = Call(metadata.version(NAME), [], [], self._is_async, together)
+        call = RemoteCall(metadata.version(NAME), [], [], self._is_async, together)
         endings: list[Ending | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
         if (code := self._code(invokes)) is not None:
@@ -545,9 +538,9 @@ class Remote(DescribedModel):
             plan = without_destinations(invoke.plan)
             number = plans.setdefault(plan, len(plans)) if plan else None
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
-            prompt, params, answers = map(raw, parts)
-            call.asked.append(Asked(prompt, params, number, answers))
-        call.plans = [raw(plan.to_wire()) for plan in plans]
+            prompt, params, answers = map(as_msgpack, parts)
+            call.asked.append(CallEntry(prompt, params, number, answers))
+        call.plans = [as_msgpack(plan.to_wire()) for plan in plans]
         return call, endings
 
     def _lowered(
@@ -567,21 +560,21 @@ class Remote(DescribedModel):
                 check_strangers(plan, self.num_layers)
             fits = (
                 len({*own, *given}) <= MAX_PROMPTS
-                and sum(len(raw(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES
+                and sum(len(as_msgpack(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES
             )
             fits = fits and (not any(given) or lowering.stands_beside(given, self.num_layers))
         except PlanError:  # more than a server takes
             fits = False
         return lowering if fits else replace(lowering, tier=Tier.FORWARD), prompts
 
-    def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
+    def _forwarders(self, invokes: Sequence[Invoke]) -> dict[int, CaptureForwarder]:
         """For the invokes whose captured rows go elsewhere than to the output."""
         found = {}
         for i, invoke in enumerate(invokes):
             if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
                 ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
                 plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
-                found[i] = Delivery(plan, invoke.collected, self.sinks)
+                found[i] = CaptureForwarder(plan, invoke.collected, self.sinks)
         return found
 
     def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:

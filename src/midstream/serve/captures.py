@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from midstream.capture.directory import safetensors
+from midstream.capture.directory import safetensors_file
 from midstream.capture.rows import Captured
 
 MAX_INLINE_BYTES = 1 << 20  # of all captures in one response
@@ -23,7 +23,7 @@ _ENTRY_BYTES, _POSITION_BYTES = 2048, 40
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredTensor:
     """One captured tensor `[positions, width]`, and whose it is."""
 
     owner: bytes
@@ -41,7 +41,9 @@ class Held:
 
         The parts are made one by one: a whole file for each of many slow clients would take many times the store's budget.
         """
-        size, parts = safetensors({"rows": [self.tensor]}, {name: str(value) for name, value in self.about.items()})
+        size, parts = safetensors_file(
+            {"rows": [self.tensor]}, {name: str(value) for name, value in self.about.items()}
+        )
         return size, (bytes(part[at : at + PART_BYTES]) for part in parts for at in range(0, len(part), PART_BYTES))
 
 
@@ -60,9 +62,9 @@ class CaptureStore:
     def __init__(self, budget: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget, self.seconds = budget, seconds
         self._clock = clock
-        self._held: dict[str, Held] = {}  # the oldest first
+        self._held: dict[str, StoredTensor] = {}  # the oldest first
         self._of_owner: dict[bytes, dict[str, int]] = {}  # what each handle counts, the oldest first
-        self._counted: Counter[bytes] = Counter()  # by owner
+        self._owner_bytes: Counter[bytes] = Counter()  # by owner
         # The owners, by how many binary digits what they hold has.
         self._by_size: list[dict[bytes, None]] = [{} for _ in range(64)]
         self._total = self._bytes = 0
@@ -91,7 +93,7 @@ class CaptureStore:
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
-            handle = self._keep(Held(owner, tensor, about, self._clock() + self.seconds))
+            handle = self._keep(StoredTensor(owner, tensor, about, self._clock() + self.seconds))
             entry = {"handle": handle, **about}
             if tensor.nbytes <= inline:
                 inline -= tensor.nbytes
@@ -99,7 +101,7 @@ class CaptureStore:
             entries.append(entry)
         return entries
 
-    def get(self, owner: bytes, handle: str) -> Held | None:
+    def get(self, owner: bytes, handle: str) -> StoredTensor | None:
         """What the handle stands for. None if it does not, or does for somebody else."""
         with self._lock:
             self._drop_expired()
@@ -117,13 +119,13 @@ class CaptureStore:
             self._remove(handle)
         return True
 
-    def _keep(self, held: Held) -> str:
-        handle, counted = secrets.token_urlsafe(32), max(held.nbytes, self.budget // MOST_HELD)
+    def _keep(self, held: StoredTensor) -> str:
+        handle, charged = secrets.token_urlsafe(32), max(held.nbytes, self.budget // MOST_HELD)
         with self._lock:
             self._drop_expired()
             self._held[handle] = held
-            self._of_owner.setdefault(held.owner, {})[handle] = counted
-            self._count(held, counted)
+            self._of_owner.setdefault(held.owner, {})[handle] = charged
+            self._charge(held, charged)
             while self._total > self.budget:
                 largest = next(owners for owners in reversed(self._by_size) if owners)
                 self._remove(next(iter(self._of_owner[next(iter(largest))])))
@@ -138,18 +140,18 @@ class CaptureStore:
     def _remove(self, handle: str) -> None:
         if (held := self._held.pop(handle, None)) is not None:
             mine = self._of_owner[held.owner]
-            self._count(held, -mine.pop(handle))
+            self._charge(held, -mine.pop(handle))
             if not mine:
                 del self._of_owner[held.owner]
 
-    def _count(self, held: Held, counted: int) -> None:
-        """Count a tensor, or no longer, if `counted` is below zero."""
-        owner, before = held.owner, self._counted[held.owner]
+    def _charge(self, held: StoredTensor, charged: int) -> None:
+        """Count a tensor, or no longer, if `charged` is below zero."""
+        owner, before = held.owner, self._owner_bytes[held.owner]
         self._by_size[before.bit_length()].pop(owner, None)
-        self._total += counted
-        self._bytes += held.nbytes if counted > 0 else -held.nbytes
-        if now := before + counted:
-            self._counted[owner] = now
+        self._total += charged
+        self._bytes += held.nbytes if charged > 0 else -held.nbytes
+        if now := before + charged:
+            self._owner_bytes[owner] = now
             self._by_size[now.bit_length()][owner] = None
         else:
-            del self._counted[owner]
+            del self._owner_bytes[owner]

@@ -22,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from midstream.engine.admission import on_a_thread
-from midstream.engine.plugin import apply
+from midstream.engine.plugin import apply_replacements
 from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError, about
 from midstream.plan import fields
@@ -36,17 +36,17 @@ from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
     Gate,
     Listed,
-    Refused,
+    RequestRefused,
     SelectorOfRows,
     Server,
     SpanOfText,
     answering_errors,
-    check_share,
+    check_quota,
+    error_response,
     openapi_body,
     owner_of,
-    problem,
     read_place,
-    received,
+    receive_body,
     server_of,
 )
 from midstream.settings import NAME, WORKER, Settings
@@ -109,7 +109,7 @@ class Plugin:
                 "flags that `midstream serve --flags` prints."
             )
         check_arguments(args, Settings.of(config))
-        apply(Role.SERVER)
+        apply_replacements(Role.SERVER)
         captures = CaptureStore(
             int(os.environ.get(CAPTURE_BYTES, 4 << 30)), float(os.environ.get(CAPTURE_SECONDS, 600))
         )
@@ -206,7 +206,7 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     A name that is taken is an error. With `replace`, it is one only if the vector is another API key's.
     """
     server = server_of(request)
-    data = await received(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
+    data = await receive_body(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
     vectors = server.model.vectors
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, data, "the body")
     with about("body"):
@@ -216,12 +216,14 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
         if (refused := _not_theirs(request, "vectors", name, vectors)) is not None:
             return refused
     if (taken := sorted(found.keys() & vectors.keys())) and not replace:
-        raise Refused(409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body")
+        raise RequestRefused(
+            409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body"
+        )
     together, owner = {**vectors, **found}, owner_of(request.headers)
     before = {name: each for name, each in vectors.items() if server.owners.get(("vectors", name)) == owner}
     mine = {**before, **found}
-    check_share("vectors", len(mine), len(together), MAX_VECTORS, len(before))
-    check_share("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
+    check_quota("vectors", len(mine), len(together), MAX_VECTORS, len(before))
+    check_quota("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
     vectors.update(found)
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
     await server.model.connection.send_vectors()
@@ -233,7 +235,7 @@ async def get_vector(request: Request, name: str) -> Any:
     """A named vector as a safetensors file, float32 under its name."""
     vectors = server_of(request).model.vectors
     if name not in vectors:
-        return problem(404, f"There is no vector {name!r}: {nearest(name, vectors)}.", "name")
+        return error_response(404, f"There is no vector {name!r}: {nearest(name, vectors)}.", "name")
     return Response(written_vectors({name: vectors[name]}), media_type="application/octet-stream")
 
 
@@ -262,7 +264,7 @@ async def record_run(request: Request) -> Any:
     A name that is taken is an error, unless `replace` is set. A run that no request uses may be dropped to make room for others.
     """
     server, model = server_of(request), server_of(request).model
-    data = await received(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
+    data = await receive_body(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
     run = await on_a_thread(len(data), _run_to_record, server, data)
     with about("name"):
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
@@ -272,12 +274,12 @@ async def record_run(request: Request) -> Any:
         if (refused := _not_theirs(request, "runs", name, there)) is not None:
             return refused
     elif name in there:
-        raise Refused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
+        raise RequestRefused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
     for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
         del server.owners["runs", gone]
     owners = {each: who for (what, each), who in server.owners.items() if what == "runs"} | server.recording
     mine = {each for each, who in owners.items() if who == owner}
-    check_share("runs", len(mine | {name}), len(there | {name}), MAX_RUNS, len(mine))
+    check_quota("runs", len(mine | {name}), len(there | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
         given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
@@ -291,7 +293,9 @@ async def record_run(request: Request) -> Any:
     finally:
         del server.recording[name]
     if name not in (runs := await _runs(model)):
-        raise Refused(503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name")
+        raise RequestRefused(
+            503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name"
+        )
     return {"runs": {name: runs[name]}}
 
 
@@ -328,12 +332,12 @@ async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
 def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
     """The error for who may not delete a vector or a run, or None."""
     if name not in there:
-        return problem(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
+        return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
     if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
-        return problem(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
+        return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
     values = (value for edit in server_of(request).model.plan.edits for _, value in edit.values())
     if name in {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}:
-        return problem(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
+        return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
     return None
 
 
@@ -353,16 +357,16 @@ async def get_plan(request: Request) -> dict[str, Any]:
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
     if not _is_admin(request):
-        return problem(403, _NO_ADMIN)
+        return error_response(403, _NO_ADMIN)
     server = server_of(request)
-    data = await received(
+    data = await receive_body(
         request, 2 * MAX_STRANGERS_BYTES, "The plan has {}; vectors are shortest in base64, or as names."
     )
     served = await server.read(data.decode(errors="replace"), owner_of(request.headers))
     if served.answers or served.inline:
-        raise Refused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
+        raise RequestRefused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
     if served.plan.captures:
-        raise Refused(400, "The engine-wide plan may not capture: nobody would get the rows.", f"{NAME}.plan")
+        raise RequestRefused(400, "The engine-wide plan may not capture: nobody would get the rows.", f"{NAME}.plan")
     server.model.plan = served.plan
     return await get_plan(request)
 
@@ -371,7 +375,7 @@ async def set_plan(request: Request) -> Any:
 async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
     if not _is_admin(request):
-        return problem(403, _NO_ADMIN)
+        return error_response(403, _NO_ADMIN)
     server_of(request).model.plan = None
     return await get_plan(request)
 
@@ -381,7 +385,7 @@ async def get_capture(request: Request, handle: str) -> Any:
     """A captured tensor `[positions, width]` as a safetensors file with the tensor `rows`; its metadata is the response's entry."""
     held = server_of(request).captures.get(owner_of(request.headers), handle)
     if held is None:
-        return problem(404, _NO_CAPTURES, "handle")
+        return error_response(404, _NO_CAPTURES, "handle")
 
     size, parts = await asyncio.get_running_loop().run_in_executor(None, held.file)
 
@@ -397,7 +401,7 @@ async def get_capture(request: Request, handle: str) -> Any:
 async def delete_capture(request: Request, handle: str) -> Any:
     """Forget captured rows before their handle expires."""
     if not server_of(request).captures.drop(owner_of(request.headers), handle):
-        return problem(404, _NO_CAPTURES, "handle")
+        return error_response(404, _NO_CAPTURES, "handle")
     return {"deleted": handle}
 
 

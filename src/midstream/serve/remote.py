@@ -29,15 +29,15 @@ from midstream.errors import (
 from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.remote.calls import MAX_PROMPTS, Asked, Call, UpdateWriter
+from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
 from midstream.requests.invokes import Invoke, answers_of, token_ids
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
-from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
+from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, error_response, receive_body, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
-from midstream.transport.codec import Stream, pack
-from midstream.transport.wire import pieces
+from midstream.transport.codec import SentTensors, pack
+from midstream.transport.wire import message_chunks
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
@@ -70,7 +70,7 @@ async def tokenizer(request: Request) -> Any:
     """The tokenizer as the JSON of the tokenizers library, and the settings of transformers' around it."""
     there = server_of(request).model.tokenizer
     if not there.is_fast:
-        return problem(404, "The model's tokenizer has no JSON form: load it by its name, with transformers.")
+        return error_response(404, "The model's tokenizer has no JSON form: load it by its name, with transformers.")
     settings = {
         **there.special_tokens_map,
         "chat_template": there.chat_template,
@@ -88,23 +88,23 @@ async def generate(request: Request) -> Any:
     A connection that is closed ends the requests.
     """
     server = server_of(request)
-    body = await received(
+    body = await receive_body(
         request, MAX_CALL_BYTES, "The call has {}. Send fewer prompts, or smaller tensors, in one call."
     )
     stream, call = await _prepared(server, body)
-    return Messages(_messages(server, stream, call))
+    return StreamingMessages(_messages(server, stream, call))
 
 
-async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
+async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, RemoteCall]:
     """The requests, ready to run. Raises MidstreamError for what is wrong with them."""
     call = _read(server, body)
     size = len(body) + _PROMPT_BYTES * len(call.asked)
     return await on_a_thread(size, _stream, server, call), call
 
 
-def _read(server: Server, body: bytes) -> Call:
+def _read(server: Server, body: bytes) -> RemoteCall:
     try:
-        call = msgspec.msgpack.decode(body, type=Call)
+        call = msgspec.msgpack.decode(body, type=RemoteCall)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
     if not call.asked:
@@ -114,7 +114,7 @@ def _read(server: Server, body: bytes) -> Call:
     return call
 
 
-def _check_code(server: Server, call: Call) -> None:
+def _check_code(server: Server, call: RemoteCall) -> None:
     with about("programs"):
         if not _allows_traces(server):
             raise TracesNotAllowedError(
@@ -139,7 +139,7 @@ def _allows_traces(server: Server) -> bool:
     return Settings.of(server.model.vllm_config).allow_traces
 
 
-def _stream(server: Server, call: Call) -> OutputStream:
+def _stream(server: Server, call: RemoteCall) -> OutputStream:
     """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
     plans = []
     for number, plan in enumerate(call.plans):
@@ -164,7 +164,7 @@ def _stream(server: Server, call: Call) -> OutputStream:
             raise
 
 
-def _check_beside(server: Server, call: Call, plans: Sequence[Plan]) -> None:
+def _check_beside(server: Server, call: RemoteCall, plans: Sequence[Plan]) -> None:
     """Raise PlanError for traces that were sent as plans, if the engine-wide plan edits where they read or write.
 
     A trace acts after the edits of a plan beside it, and one plan would make them in an order of its own.
@@ -178,14 +178,14 @@ def _check_beside(server: Server, call: Call, plans: Sequence[Plan]) -> None:
         )
 
 
-def _own(call: Call, plans: Sequence[Plan], prompts: int) -> list[Plan]:
+def _own(call: RemoteCall, plans: Sequence[Plan], prompts: int) -> list[Plan]:
     """The plan of each prompt's trace."""
     if len(call.own) != prompts or not all(0 <= number < len(plans) for number in call.own):
         raise ParameterError("The call is not what midstream.Remote sends: own has a plan's number for each prompt.")
     return [plans[number] for number in call.own]
 
 
-def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Lowering:
+def _lowering(call: RemoteCall, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Lowering:
     """What the client says of its traces. A trace that reads what its plan does not capture fails, and harms no other."""
     if call.tier is Tier.FORWARD or call.lengths != list(map(len, prompts)):
         return Lowering(Tier.FORWARD, [Plan()] * len(prompts), call.keeps_to_graphs)
@@ -194,7 +194,7 @@ def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -
     return Lowering(Tier.BEHIND, _own(call, plans, len(prompts)), call.keeps_to_graphs)
 
 
-def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
+def _invoke(server: Server, asked: CallEntry, plans: Sequence[Plan], place: str) -> Invoke:
     model = server.model
     with about(f"{place}.plan"):
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
@@ -225,21 +225,21 @@ def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamE
         raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
 
 
-async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
+async def _messages(server: Server, stream: OutputStream, call: RemoteCall) -> AsyncGenerator[bytes]:
     """What the client gets: None from time to time, outputs as they come, or an error."""
-    sent, loop = Stream(), asyncio.get_running_loop()
-    with server.counted(len(call.asked)):
+    sent, loop = SentTensors(), asyncio.get_running_loop()
+    with server.counting_prompts(len(call.asked)):
         async with contextlib.aclosing(_values(stream, call)) as values:
             async for value in values:
                 packed = await loop.run_in_executor(None, partial(pack, value, sent, as_data=True))
-                for piece in pieces(packed):
+                for piece in message_chunks(packed):
                     yield piece
                     await asyncio.sleep(0)  # to others, as a fast client never has the server wait
 
 
-async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
+async def _values(stream: OutputStream, call: RemoteCall) -> AsyncGenerator[Any]:
     writers = [UpdateWriter(index) for index in range(len(call.asked))]
-    loop, items = asyncio.get_running_loop(), alive(stream.items())
+    loop, items = asyncio.get_running_loop(), with_heartbeats(stream.items())
     last = loop.time()
     try:
         async with contextlib.aclosing(items):
@@ -267,7 +267,7 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
         yield MidstreamError("The server failed. Its log says why.")
 
 
-async def alive(items: Any) -> AsyncGenerator[Any]:
+async def with_heartbeats(items: Any) -> AsyncGenerator[Any]:
     """The items, and None whenever none has come for some seconds: the client then knows that the server is there."""
     async with contextlib.aclosing(items):
         while True:
@@ -286,7 +286,7 @@ async def alive(items: Any) -> AsyncGenerator[Any]:
 _END = object()
 
 
-class Messages(Response):
+class StreamingMessages(Response):
     """A response that ends its source, and with it the requests, as soon as the client has gone.
 
     Args:

@@ -166,11 +166,11 @@ Event = Outline | Baselines | Cell | Noise | Summary
 _encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Event)
 
 
-def encoded(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     """The event as JSON on one line."""
     return _encoder.encode(event)
 
 
-def decoded(line: bytes | str) -> Event:
+def decode_event(line: bytes | str) -> Event:
     """The event. Raises msgspec.MsgspecError."""
     return _decoder.decode(line)

@@ -125,7 +125,7 @@ def align(base: Sequence[int], other: Sequence[int]) -> list[int | None]:
     return [*range(prefix), *[None] * middle, *range(len(other) - suffix, len(other))]
 
 
-def columns(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]) -> list[Column]:
+def columns_of(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]) -> list[Column]:
     """The columns of the grid.
 
     Args:
@@ -205,7 +205,7 @@ def _column(
     return Column(label, positions, sources)
 
 
-def windows(grid: Grid, size: tuple[int, int]) -> Grid:
+def windows_of(grid: Grid, size: tuple[int, int]) -> Grid:
     """The grid in windows of `size`, which is (layers, columns). Columns without a counterpart belong to no window."""
     layers, step = size
     rows = [[layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)]
@@ -258,7 +258,7 @@ def heads_of(heads: Any, count: int) -> list[int] | None:
     return list(given)
 
 
-def in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
+def cells_in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The site and index of every cell. The order begins with a coarse grid and goes to finer ones, so figures take shape early."""
     indexes: list[tuple[int, ...]] = [()]
     for size in grid.shape:

@@ -25,7 +25,7 @@ import numpy as np
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plots import plot_heatmap, write_figure
 from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Pair, Summary
-from midstream.sweeps.request import METRICS, Metric, in_order
+from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
 RESAMPLES = 2000
 _HELD = ("clean", "corrupt")
@@ -267,7 +267,7 @@ class SweepResult:
     def _cells(self) -> Iterator[tuple[int, BestCell]]:
         """The row of each cell that has run, and the cell."""
         grid, arrays = self.outline.grid, (self.values, self.recovered, self.effects)
-        for site, index in in_order(grid):
+        for site, index in cells_in_order(grid):
             value, recovered, effect = (float(array[site][index]) for array in arrays)
             if not math.isnan(effect):
                 head = None if grid.heads is None else grid.heads[index[1]]

@@ -39,6 +39,7 @@ from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
 from midstream.requests.prompts import Prompt, encode, offsets_of, prompts_of
+from midstream.requests.vectors_and_runs import finish_cleanup
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -49,10 +50,19 @@ from midstream.sweeps.events import (
     Outline,
     Pair,
     Summary,
-    decoded,
-    encoded,
+    decode_event,
+    encode_event,
 )
-from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
+from midstream.sweeps.request import (
+    SweepRequest,
+    Tokens,
+    align,
+    cells_in_order,
+    columns_of,
+    heads_of,
+    rows_of,
+    windows_of,
+)
 from midstream.sweeps.results import SweepResult
 
 # Requests in a group, and groups of a sweep at a time: few, because the event loop of a server serves others, too.
@@ -64,9 +74,6 @@ _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
 
 
-_letting_go: set[asyncio.Task[None]] = set()
-
-
 @dataclass(frozen=True)
 class Job:
     """One request of a sweep: an event without its log-probabilities, and the plan."""
@@ -75,7 +82,7 @@ class Job:
     plan: Plan
 
 
-class Sweeping:
+class SweepRun:
     """One call of `sweep`. See `TraceModel.sweep` for the arguments and errors."""
 
     def __init__(
@@ -129,7 +136,7 @@ class Sweeping:
             list(asked.sites),
             rows_of(asked.layers, asked.sites, model.facts),
             heads_of(asked.heads, self._head_count()),
-            columns(asked.positions, self._bases, self._others),
+            columns_of(asked.positions, self._bases, self._others),
         )
         pairs = [
             Pair(a.texts, None if b is None else b.texts, answer, foil, _skipped(*both))
@@ -139,7 +146,7 @@ class Sweeping:
         ]
         coarse, cells = None, _count(grid, len(pairs))
         if asked.coarse is not None:
-            coarse = windows(grid, asked.coarse)
+            coarse = windows_of(grid, asked.coarse)
             fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
             cells = _count(coarse, len(pairs)) + min(fine, cells)
         outline = Outline(
@@ -238,7 +245,7 @@ class Sweeping:
 
         def cells(pair: int) -> list[Cell]:
             found = []
-            for site, index in in_order(grid):
+            for site, index in cells_in_order(grid):
                 column, layers = grid.columns[index[-1]], grid.layers[index[0]]
                 positions = column.positions[pair]
                 if positions is None or (chosen is not None and (site, layers[0], index[-1]) not in chosen):
@@ -277,16 +284,13 @@ class Sweeping:
             try:
                 yield await recording
             finally:
-                await self._let_go(runs)
+                await self._delete_runs(runs)
             return
         recording = asyncio.ensure_future(recording)
         try:
             yield await asyncio.shield(recording)
-        finally:  # in a task of its own: a server cancels a request's task again at each of its awaits
-            task = asyncio.create_task(self._let_go(runs, recording))
-            _letting_go.add(task)  # asyncio holds its tasks weakly
-            task.add_done_callback(_letting_go.discard)
-            await asyncio.shield(task)
+        finally:
+            await finish_cleanup(self._delete_runs(runs, recording))
 
     async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
         """What `_sources` yields; `runs` gets the runs as soon as they are there."""
@@ -304,7 +308,7 @@ class Sweeping:
             return await record(self._others[number].ids), own
         return (await self._mean(grid.sites, layers) if self.asked.source == "mean" else "zeros"), own
 
-    async def _let_go(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
+    async def _delete_runs(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
         """Release and delete `runs`, once `recording` is over."""
         if recording is not None:
             await asyncio.gather(recording, return_exceptions=True)
@@ -395,7 +399,7 @@ class Sweeping:
     ) -> AsyncGenerator[Event]:
         """The events of jobs as they end, with several groups at a time, which take turns with those of other sweeps."""
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        turns: Turns = self._model.connection.sweep_turns
+        turns: SweepTurns = self._model.connection.sweep_turns
         groups, tasks = _groups(jobs, turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
 
         async def run(group: list[Job]) -> None:
@@ -544,7 +548,7 @@ class _Log:
     def __init__(self, directory: Path, outline: Outline) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        about, wanted = directory / OUTLINE, encoded(outline)
+        about, wanted = directory / OUTLINE, encode_event(outline)
         if about.exists() and about.read_bytes() != wanted:
             raise ParameterError(
                 f"{directory} holds another sweep, with other prompts, cells or options. Use an empty directory.",
@@ -553,14 +557,14 @@ class _Log:
         about.write_bytes(wanted)
         path = directory / CELLS
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        self.before = [decoded(line) for line in lines[:-1]]
+        self.before = [decode_event(line) for line in lines[:-1]]
         self._file = path.open("ab", buffering=0)
         self._file.truncate(
             sum(len(line) + 1 for line in lines[:-1])
         )  # a killed sweep may have written half of its last line
 
     def write(self, event: Event) -> None:
-        self._file.write(encoded(event) + b"\n")
+        self._file.write(encode_event(event) + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -569,7 +573,7 @@ class _Log:
 # What the caller gets.
 
 
-class Turns:
+class SweepTurns:
     """Has sweeps on one engine start their groups of requests in turns, within so many tokens of prompts at a time.
 
     Args:

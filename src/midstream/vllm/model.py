@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import NO_ROUTES
@@ -17,7 +17,7 @@ from midstream.client.model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.lowering.kept import Ending
-from midstream.lowering.tiers import Lowered, Lowering, lower_trace
+from midstream.lowering.tiers import Lowering, lower_trace
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
     Invoke,
@@ -33,6 +33,27 @@ from midstream.trace.weights import Weight
 from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineConnection, EngineRequest
 from midstream.vllm.stream import EngineStream
+
+
+class _LoweredCall(NamedTuple):
+    """How the requests of a call run.
+
+    Attributes:
+        tier: where the code of their traces runs.
+        plans: of each request.
+        weights: the numbers of each plan that the workers hold, by digest.
+        endings: make the outcomes of traces whose code runs nowhere.
+    """
+
+    tier: Tier
+    plans: Sequence[PreparedPlan | None]
+    weights: Sequence[Mapping[str, Weight]]
+    endings: Sequence[Ending | None]
+
+    @classmethod
+    def in_forward(cls, invokes: Sequence[Invoke]) -> _LoweredCall:
+        """Without plans, and with all code in the forward."""
+        return cls(Tier.FORWARD, [None] * len(invokes), [{}] * len(invokes), [None] * len(invokes))
 
 
 class VLLM(DescribedModel):
@@ -108,7 +129,7 @@ class VLLM(DescribedModel):
             )
         arguments = launch.llm_arguments(model, settings, engine)
         self.progress, self._tokenizer_kwargs = progress, dict(tokenizer_kwargs or {})
-        self._use(launch.start(arguments, is_async=mode == "async"), model, mode)
+        self._use(launch.start_engine(arguments, is_async=mode == "async"), model, mode)
 
     @classmethod
     def attached(cls, engine: Any) -> Self:
@@ -220,9 +241,9 @@ class VLLM(DescribedModel):
 
     def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
         """How many steps the request has at most."""
-        left = self.vllm_config.model_config.max_model_len - len(ids)
+        room = self.vllm_config.model_config.max_model_len - len(ids)
         asked = invoke.params.get("max_tokens")
-        return max(1, min(left, left if asked is None else asked))
+        return max(1, min(room, room if asked is None else asked))
 
     def stream(
         self,
@@ -256,66 +277,78 @@ class VLLM(DescribedModel):
             PromptError: a prompt that cannot be traced in one step.
             PlanError: a plan that cannot be done on this model, or to its prompt.
         """
-        traces: Sequence[TraceRequest | None] = [None] * len(invokes)
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
+        traces: list[TraceRequest | None] = [None] * len(invokes)
         if code is not None:
-            traces = self._traces(invokes, prompts, code, together, streamed)
-        plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
-        constants: Sequence[Mapping[str, Weight]] = [{}] * len(invokes)  # of the plans, for the workers to hold
-        has_plans = any(invoke.plan for invoke in invokes)
-        if lowering is not None and code is not None:
+            traces = [*self._traces(invokes, prompts, code, together, streamed)]
+        call = None
+        if lowering is not None:
             keeps = zip(traces, lowering.keeps_to_graphs, strict=True)
-            traces = [replace(trace, keeps_to_graphs=k) if trace is not None else None for trace, k in keeps]
-        if lowering is not None and has_plans:
-            given = [invoke.plan or Plan() for invoke in invokes]
-            lowering = lowering if lowering.stands_beside(given, self.num_layers) else None
-        if lowering is not None and lowering.tier is not Tier.FORWARD:
-            has_samples = any(invoke.params.get("n", 1) > 1 for invoke in invokes)
-            if together or streamed or has_samples:
-                lowering = lowering.in_the_engine()
-            held = [plan.held for plan in lowering.plans]
-            planned = [
-                replace(invoke, plan=(invoke.plan or Plan()) + plan)
-                for invoke, (plan, _) in zip(invokes, held, strict=True)
-            ]
-            try:
-                plans = self.planner.prepare_all(planned, prompts)
-            except PlanError:
-                if not has_plans:
-                    raise
-                lowering = None  # too much for one plan, or the caller's own is wrong
-            else:
-                constants = [{digest: Weight(data, digest) for digest, data in each.items()} for _, each in held]
-                is_behind = lowering.tier is Tier.BEHIND
-                traces = [
-                    replace(trace, tier=Tier.BEHIND) if trace is not None and is_behind else None for trace in traces
-                ]
-        tier = lowering.tier if lowering is not None else Tier.FORWARD
-        if tier is Tier.FORWARD and has_plans:
-            plans = self.planner.prepare_all(invokes, prompts)
-        lowered: Sequence[Lowered | None] = (
-            lowering.each if lowering is not None and lowering.each else [None] * len(invokes)
-        )
+            traces = [trace and replace(trace, keeps_to_graphs=keeps_to_graphs) for trace, keeps_to_graphs in keeps]
+            call = self._lowered(invokes, prompts, lowering, together or streamed)
+        if call is None:
+            call = _LoweredCall.in_forward(invokes)
+            if any(invoke.plan for invoke in invokes):
+                call = call._replace(plans=self.planner.prepare_all(invokes, prompts))
+        elif call.tier is Tier.BEHIND:
+            traces = [trace and replace(trace, tier=Tier.BEHIND) for trace in traces]
+        else:  # no code runs in the engine
+            traces = [None] * len(invokes)
         shared: dict[Any, Any] = {}
-        requests = []
-        for invoke, ids, trace, plan, found, weights in zip(
-            invokes, prompts, traces, plans, lowered, constants, strict=True
-        ):
-            rows, ending = None, None
-            if found is not None and invoke.program is not None:
-                ending = found.ending(tier, len(ids))
-            if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
-                rows = self._receiver(plan, invoke.params.get("n", 1), invoke, ending if tier is Tier.CLIENT else None)
-            params = _params(invoke, trace, plan, rows, shared)
-            salt = secrets.token_hex(8) if trace is not None else None
-            weights = {**weights, **code.weights} if code is not None and trace is not None else weights
-            text = invoke.prompt if isinstance(invoke.prompt, str) else None
-            requests.append(
-                EngineRequest(
-                    launch.engine_prompt(ids, text, salt), params, trace, plan, rows, invoke.answers, ending, weights
-                )
-            )
-        return requests
+        each = zip(invokes, prompts, traces, call.plans, call.weights, call.endings, strict=True)
+        return [self._request(call.tier, code, shared, *parts) for parts in each]
+
+    def _lowered(
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], lowering: Lowering, in_the_engine: bool
+    ) -> _LoweredCall | None:
+        """The call with plans that do the work of its traces. None if the traces have to run in the forward.
+
+        Args:
+            in_the_engine: whether the engine has to run code that is not part of a plan.
+        """
+        own = [invoke.plan or Plan() for invoke in invokes]
+        if lowering.tier is Tier.FORWARD or (any(own) and not lowering.stands_beside(own, self.num_layers)):
+            return None
+        if in_the_engine or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
+            lowering = lowering.in_the_engine()
+        held = [plan.held for plan in lowering.plans]
+        planned = [replace(invoke, plan=mine + its) for invoke, mine, (its, _) in zip(invokes, own, held, strict=True)]
+        try:
+            plans = self.planner.prepare_all(planned, prompts)
+        except PlanError:
+            if not any(own):
+                raise
+            return None  # too much for one plan, or the caller's own plan is wrong
+        weights = [{digest: Weight(data, digest) for digest, data in numbers.items()} for _, numbers in held]
+        endings = [
+            found.ending(lowering.tier, len(ids)) if found is not None and invoke.program is not None else None
+            for invoke, ids, found in zip(invokes, prompts, lowering.each or [None] * len(invokes), strict=True)
+        ]
+        return _LoweredCall(lowering.tier, plans, weights, endings)
+
+    def _request(
+        self,
+        tier: Tier,
+        code: ShippedCode | None,
+        shared: dict[Any, Any],
+        invoke: Invoke,
+        ids: list[int],
+        trace: TraceRequest | None,
+        plan: PreparedPlan | None,
+        weights: Mapping[str, Weight],
+        ending: Ending | None,
+    ) -> EngineRequest:
+        """One request. `shared` is as of `_params`."""
+        rows = None
+        if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
+            rows = self._receiver(plan, invoke.params.get("n", 1), invoke, ending if tier is Tier.CLIENT else None)
+        salt = secrets.token_hex(8) if trace is not None else None
+        text = invoke.prompt if isinstance(invoke.prompt, str) else None
+        if code is not None and trace is not None:
+            weights = {**weights, **code.weights}
+        params = _params(invoke, trace, plan, rows, shared)
+        prompt = launch.engine_prompt(ids, text, salt)
+        return EngineRequest(prompt, params, trace, plan, rows, invoke.answers, ending, weights)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool
@@ -331,10 +364,12 @@ class VLLM(DescribedModel):
         )
         return requests_of(code, samples, together, streamed)
 
-    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke, here: Ending | None = None) -> RowReceiver:
+    def _receiver(
+        self, plan: PreparedPlan, samples: int, invoke: Invoke, trace_ending: Ending | None = None
+    ) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
         plan = plan if invoke.record is None else replace(plan, routes=NO_ROUTES)
-        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, here)
+        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, trace_ending)
 
     def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:
         """A server's request. vLLM's server has made its prompt, which has token ids, and its SamplingParams; they are not changed.
