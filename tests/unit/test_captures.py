@@ -216,9 +216,9 @@ def test_one_piece_is_not_copied_and_more_are_let_go():
     captured = gather([whole], 4)
     assert captured["mlp_out", 2].data_ptr() == whole.rows[:, 3:].data_ptr()
     captured = gather(cut(whole, [[0, 1], [2, 3]]), 4)
-    assert len(captured._pieces) == 2
+    assert len(captured._chunks) == 2
     assert [captured[key].shape for key in captured] == [(4, 3), (4, 5)]
-    assert captured._pieces == ()
+    assert captured._chunks == ()
 
 
 def test_dropped_captures_are_freed_at_once():

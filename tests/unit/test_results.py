@@ -711,7 +711,7 @@ def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
     def broken(*_):
         raise OSError("broken")
 
-    monkeypatch.setattr(wire, "write", broken)
+    monkeypatch.setattr(wire, "send_frame", broken)
     size = (1 << 20) + 12_345  # that no other tensor here has
     with sender._queue.changed:
         for _ in range(3):

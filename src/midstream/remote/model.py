@@ -1,4 +1,4 @@
-"""`Remote`: traces and plans on a model that `midstream serve` has on another machine. Needs neither vLLM nor a GPU here."""
+"""`Remote`: traces and plans on a model that `midstream serve` runs on another machine. The client needs neither vLLM nor a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ from midstream.trace.program import ShippedCode
 from midstream.transport.wire import MessageReader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
-_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds
+_TIMEOUT = httpx.Timeout(
+    60.0, connect=10.0, pool=None
+)  # while it computes, a server sends a sign of life every few seconds
 
 
 class ServerConnection:
@@ -163,7 +165,7 @@ class ServerConnection:
 
 
 def _event(line: str) -> Event | None:
-    """The event of one line of a sweep's stream, if it has one. Raises the error that it may have in its place."""
+    """The event in a line of a sweep's stream; None if it has none. Raises the error if the line has one instead."""
     if not line.startswith("data: "):
         return None
     try:
@@ -185,8 +187,8 @@ def _refusal(response: httpx.Response) -> MidstreamError:
     """The error of a response with an error status."""
     error: Any = {"message": response.text[:200]}
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        told = response.json()["error"]
-        error = told if isinstance(told, dict) and "message" in told else {"message": told}
+        given = response.json()["error"]
+        error = given if isinstance(given, dict) and "message" in given else {"message": given}
     if response.status_code == 401:
         error["message"] = (
             f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
@@ -197,7 +199,7 @@ def _refusal(response: httpx.Response) -> MidstreamError:
 
 
 class CaptureForwarder:
-    """Hands the captured rows of one request on to where its plan sends them, once the server has sent them all."""
+    """Hands the captured rows of one request on to the consumers in its plan, after the server has sent all rows."""
 
     def __init__(self, plan: PreparedPlan, collected: Collected | None, sinks: Sinks) -> None:
         self._plan, self._collected, self._sinks = plan, collected, sinks
@@ -222,10 +224,10 @@ class CaptureForwarder:
             result.error = error
 
     def finish(self, result: InvokeResult) -> None:
-        """Wait for the consumers, and leave on the output what belongs there; or the error on the result."""
+        """Wait for the consumers. Put the output's own captures on the output, or an error on the result."""
         try:
-            kept = [capture.result(stop) for capture, stop in self._captures]
-            result.output.captures = kept[0] if len(kept) == 1 else kept
+            captures = [capture.result(stop) for capture, stop in self._captures]
+            result.output.captures = captures[0] if len(captures) == 1 else captures
         except MidstreamError as error:
             result.error, result.output.captures = result.error or error, None
 
@@ -234,8 +236,8 @@ class RemoteStream(OutputStream):
     """The outputs of requests on a server.
 
     Args:
-        calls: the calls that they are sent with, one after the other, each with what `Progress` takes.
-        forwarders: for each call, those of its requests that have one.
+        calls: the calls, which are sent one after the other, each with the endings for `Progress`.
+        forwarders: for each call, the forwarders of its requests, by their numbers.
         ended: called with 1 as each request ends.
     """
 
@@ -269,7 +271,7 @@ class RemoteSweep:
     """A sweep that a server runs.
 
     Args:
-        asked: what the server is asked.
+        asked: the body for the server.
         metric: grades the cells.
 
     Attributes:
@@ -277,13 +279,13 @@ class RemoteSweep:
     """
 
     def __init__(self, server: ServerConnection, asked: dict[str, Any], metric: Metric, is_async: bool) -> None:
-        self._server, self._asked, self._metric, self._is_async = server, asked, metric, is_async
+        self._server, self._ask, self._metric, self._is_async = server, asked, metric, is_async
         self.result: SweepResult | None = None
 
     async def events(self) -> AsyncGenerator[Event]:
         """The sweep's events as they come. Leaving it ends the sweep on the server."""
         try:
-            async with contextlib.aclosing(self._server.events(self._asked, self._is_async)) as events:
+            async with contextlib.aclosing(self._server.events(self._ask, self._is_async)) as events:
                 async for event in events:
                     if isinstance(event, Outline):
                         self.result = SweepResult(event, self._metric)
@@ -297,7 +299,7 @@ class RemoteSweep:
 
 
 class RemoteRuns(Runs):
-    """The runs that a server holds, recorded by anybody. Asks by `Remote._asked`."""
+    """The recorded runs on a server, of all clients. It sends requests by `Remote._ask`."""
 
     async def _list(self) -> list[RunInfo]:
         runs = (await self._ask("GET", "runs")).json()["runs"]
@@ -369,7 +371,7 @@ class Remote(DescribedModel):
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]
         self.vectors = RemoteVectors(self._connection)
-        self.runs = RemoteRuns(self._asked, None if self._is_async else run_now)
+        self.runs = RemoteRuns(self._ask, None if self._is_async else run_now)
         self.sinks = Sinks()
 
     @property
@@ -395,8 +397,8 @@ class Remote(DescribedModel):
         """The model's transformers configuration, from the server."""
         from transformers import AutoConfig
 
-        told = dict(self._description["hf_config"])
-        return AutoConfig.for_model(told.pop("model_type"), **told)
+        fields = dict(self._description["hf_config"])
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
     @property
     def longest_prompt(self) -> int:
@@ -428,7 +430,7 @@ class Remote(DescribedModel):
         return self._finish(self._gauges())
 
     async def _gauges(self) -> list[dict[str, int]]:
-        return (await self._asked("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
+        return (await self._ask("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Let consumers and directories take their rows, and close the connections to the server."""
@@ -442,7 +444,7 @@ class Remote(DescribedModel):
     async def _recording(
         self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
     ) -> RecordedRun:
-        """Has the server record, with its engine-wide plan and without this object's. The server knows the owner by the API key."""
+        """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
         asked = {
             "prompt": self._sent(prompt),
             "sites": sites,
@@ -451,16 +453,16 @@ class Remote(DescribedModel):
             "replace": name is not None,
             **({} if name is None else {"name": name}),
         }
-        ((name, run),) = (await self._asked("POST", "runs", json=asked)).json()["runs"].items()
+        ((name, run),) = (await self._ask("POST", "runs", json=asked)).json()["runs"].items()
         return await self.runs.add(_handle(name, run))
 
-    async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         if not self._is_async:
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> RemoteSweep:
-        """Has the server run the sweep, with its engine-wide plan and without this object's."""
+        """Have the server run the sweep, with its engine-wide plan and without this object's."""
         if to is not None:
             raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
         metric = asked.metric
@@ -481,7 +483,7 @@ class Remote(DescribedModel):
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 
     def _sent(self, prompt: Prompt) -> str | list[int]:
-        """The prompt as the server reads it."""
+        """The prompt in the form for the server."""
         return prompt if isinstance(prompt, str) else encode(prompt, lambda: self.tokenizer)
 
     # Running.
@@ -513,7 +515,7 @@ class Remote(DescribedModel):
         return Called(run)
 
     def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[RemoteCall, list[Ending | None]]:
-        """The call, and what makes the outcomes of traces that plans do: the server gets no code of these."""
+        """The call, and the endings of traces that plans do completely: the server gets no code of these traces."""
         call = RemoteCall(metadata.version(NAME), [], [], self._is_async, together)
         endings: list[Ending | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
@@ -568,7 +570,7 @@ class Remote(DescribedModel):
         return lowering if fits else replace(lowering, tier=Tier.FORWARD), prompts
 
     def _forwarders(self, invokes: Sequence[Invoke]) -> dict[int, CaptureForwarder]:
-        """For the invokes whose captured rows go elsewhere than to the output."""
+        """The forwarders of invokes whose captured rows go to consumers, by their numbers."""
         found = {}
         for i, invoke in enumerate(invokes):
             if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
@@ -583,7 +585,7 @@ class Remote(DescribedModel):
 
 
 class RemoteVectors(Vectors):
-    """The named vectors on a server, uploaded by anybody. Each change and each look is a call to the server."""
+    """The named vectors on a server, of all clients. Each read and each change is a request to the server."""
 
     def __init__(self, server: ServerConnection) -> None:
         super().__init__()
@@ -618,12 +620,12 @@ class RemoteVectors(Vectors):
         self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
 
     def _check(self, name: str) -> None:
-        if name not in (there := self.widths):
-            raise KeyError(f"no vector {name!r}: {nearest(str(name), there)}")
+        if name not in (widths := self.widths):
+            raise KeyError(f"no vector {name!r}: {nearest(str(name), widths)}")
 
 
 def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
-    """The invokes in parts that one call may have."""
+    """The invokes in parts that fit into one call each."""
     part, size = list[Invoke](), 0
     for invoke in invokes:
         length = len(invoke.prompt)

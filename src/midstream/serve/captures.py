@@ -1,4 +1,4 @@
-"""Captured rows that wait on the server for their owner to download them."""
+"""Keeps captured rows on the server until their owner downloads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENTRY_BYTES, _POSITION_BYTES = 2048, 40
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One captured tensor `[positions, width]`, and whose it is."""
+    """One captured tensor `[positions, width]`, its owner, and its description in the response."""
 
     owner: bytes
     tensor: torch.Tensor
@@ -33,13 +33,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor, and about what is said of it, with its positions."""
+        """The bytes of the tensor, and about those of its description."""
         return self.tensor.nbytes + _ENTRY_BYTES + _POSITION_BYTES * len(self.about["positions"])
 
     def file(self) -> tuple[int, Iterator[bytes]]:
-        """The size and the parts of a safetensors file with the tensor `rows`, and as metadata what the response says of it.
+        """The size and the parts of a safetensors file with the tensor `rows`. The description is its metadata.
 
-        The parts are made one by one: a whole file for each of many slow clients would take many times the store's budget.
+        The parts are made one by one: complete files for many slow clients would take many times the store's budget.
         """
         size, parts = safetensors_file(
             {"rows": [self.tensor]}, {name: str(value) for name, value in self.about.items()}
@@ -48,13 +48,13 @@ class StoredTensor:
 
 
 class CaptureStore:
-    """Captured tensors by handle. A handle has 256 random bits, and works for its owner alone until it expires.
+    """Captured tensors by handle. A handle has 256 random bits, and works only for its owner, until it expires.
 
-    If the store is full, an owner who holds at least half as much as the largest loses what is oldest. Owners are API keys, so on a server
-    that asks for none anybody may come under many names. Storing takes the same time however much is held.
+    If the store is full, an owner who holds at least half as much as the largest owner loses the oldest tensor. Owners are API keys, so on
+    a server without keys one client may come as many owners. The time to store a tensor does not depend on the number of tensors.
 
     Args:
-        budget: bytes that all may take. Each tensor counts with what is said of it, and as at least `1 / MOST_HELD` of the budget.
+        budget: the limit in bytes for all tensors. Each counts with its description, and as at least `1 / MOST_HELD` of the budget.
         seconds: how long a handle works.
         clock: in seconds.
     """
@@ -63,9 +63,9 @@ class CaptureStore:
         self.budget, self.seconds = budget, seconds
         self._clock = clock
         self._held: dict[str, StoredTensor] = {}  # the oldest first
-        self._of_owner: dict[bytes, dict[str, int]] = {}  # what each handle counts, the oldest first
-        self._owner_bytes: Counter[bytes] = Counter()  # by owner
-        # The owners, by how many binary digits what they hold has.
+        self._of_owner: dict[bytes, dict[str, int]] = {}  # the charged bytes of each handle, the oldest first
+        self._owner_bytes: Counter[bytes] = Counter()
+        # The owners, by the number of binary digits of their bytes.
         self._by_size: list[dict[bytes, None]] = [{} for _ in range(64)]
         self._total = self._bytes = 0
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class CaptureStore:
             return {"captures": len(self._held), "capture_bytes": self._bytes}
 
     def put(self, owner: bytes, choice: int, captured: Captured, inline: int) -> list[dict[str, Any]]:
-        """Keep the captures of one choice. Returns what the response says of each tensor, with up to `inline` bytes of data in all."""
+        """Keep the captures of one choice. Returns the response's entry for each tensor, with up to `inline` bytes of data in all."""
         entries = []
         for key in captured:
             tensor = captured[key]
@@ -102,7 +102,7 @@ class CaptureStore:
         return entries
 
     def get(self, owner: bytes, handle: str) -> StoredTensor | None:
-        """What the handle stands for. None if it does not, or does for somebody else."""
+        """The tensor of a handle; None if the handle is unknown, or another owner's."""
         with self._lock:
             self._drop_expired()
             held = self._held.get(handle)
@@ -112,7 +112,7 @@ class CaptureStore:
         return handle in self._held
 
     def drop(self, owner: bytes, handle: str) -> bool:
-        """Forget a tensor. Returns whether it was there."""
+        """Forget a tensor. Returns whether `owner` had it."""
         if self.get(owner, handle) is None:
             return False
         with self._lock:
@@ -132,7 +132,7 @@ class CaptureStore:
         return handle
 
     def _drop_expired(self) -> None:
-        """All handles work equally long, so the oldest expire first."""
+        """Drop expired tensors. All handles work equally long, so the oldest expire first."""
         now = self._clock()
         while self._held and (first := next(iter(self._held.items())))[1].expires <= now:
             self._remove(first[0])
@@ -145,7 +145,7 @@ class CaptureStore:
                 del self._of_owner[held.owner]
 
     def _charge(self, held: StoredTensor, charged: int) -> None:
-        """Count a tensor, or no longer, if `charged` is below zero."""
+        """Add a tensor's bytes to its owner's; with a negative number, subtract them."""
         owner, before = held.owner, self._owner_bytes[held.owner]
         self._by_size[before.bit_length()].pop(owner, None)
         self._total += charged

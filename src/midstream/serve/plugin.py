@@ -1,6 +1,6 @@
 """vLLM's endpoint plugin: midstream's routes under /v1/midstream, and plans in the requests of vLLM's own.
 
-vLLM loads it where VLLM_PLUGINS names midstream (entry point group `vllm.endpoint_plugins`), which `midstream serve` sees to.
+vLLM loads it if VLLM_PLUGINS names midstream (entry point group `vllm.endpoint_plugins`). `midstream serve` sets VLLM_PLUGINS.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from midstream.sites import LAYER_SITES
 from midstream.vllm.model import VLLM
 
 MAX_UPLOAD_BYTES = 64 << 20
-MAX_RUN_BYTES = 8 << 20  # of the body that asks for a recorded run: a prompt of a million token ids
+MAX_RUN_BYTES = 8 << 20  # of the body that records a run: a prompt of a million token ids
 MAX_VECTORS = 4096
 MAX_RUNS = 1024
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
@@ -101,7 +101,7 @@ class Plugin:
         app.add_middleware(Gate)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Prepare the server. Raises MidstreamError, which ends it, if it was started in a way that midstream does not support."""
+        """Prepare the server. Raises MidstreamError, which ends the server, if its arguments are not supported."""
         config = engine_client.vllm_config
         if config.parallel_config.worker_cls != WORKER:
             raise MidstreamError(
@@ -115,14 +115,14 @@ class Plugin:
         )
         server = Server(engine_client, captures)
         await server.model.start()
-        if not config.model_config.skip_tokenizer_init:  # else all would wait while the first answers load it
+        if not config.model_config.skip_tokenizer_init:  # else all clients would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
         REGISTRY.register(Metrics(server, asyncio.get_running_loop()))
 
 
 class Metrics:
-    """midstream's gauges in Prometheus form, for vLLM's /metrics. Those of the workers are from the scrape before."""
+    """midstream's gauges in Prometheus form, for vLLM's /metrics. The workers' values are from the scrape before."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self._server, self._loop = server, loop
@@ -211,7 +211,7 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, data, "the body")
     with about("body"):
         for name in found:
-            Named(name)  # raises for what is no name
+            Named(name)  # raises for an invalid name
     for name in found.keys() & vectors.keys() if replace else ():
         if (refused := _not_theirs(request, "vectors", name, vectors)) is not None:
             return refused
@@ -241,7 +241,7 @@ async def get_vector(request: Request, name: str) -> Any:
 
 @router.delete("/vectors/{name:path}")
 async def delete_vector(request: Request, name: str) -> Any:
-    """Forget a vector. The API key that has uploaded it may, and an administrator."""
+    """Forget a vector. Only for the API key that has uploaded it, and for administrators."""
     vectors = server_of(request).model.vectors
     if (refusal := _not_theirs(request, "vectors", name, vectors)) is not None:
         return refusal
@@ -269,17 +269,17 @@ async def record_run(request: Request) -> Any:
     with about("name"):
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
     await model.runs.listing()  # forgets what the workers have dropped
-    there, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
-    if run.replace and name in there - server.recording.keys():
-        if (refused := _not_theirs(request, "runs", name, there)) is not None:
+    names, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
+    if run.replace and name in names - server.recording.keys():
+        if (refused := _not_theirs(request, "runs", name, names)) is not None:
             return refused
-    elif name in there:
+    elif name in names:
         raise RequestRefused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
-    for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
+    for gone in [each for what, each in server.owners if what == "runs" and each not in names]:
         del server.owners["runs", gone]
     owners = {each: who for (what, each), who in server.owners.items() if what == "runs"} | server.recording
     mine = {each for each, who in owners.items() if who == owner}
-    check_quota("runs", len(mine | {name}), len(there | {name}), MAX_RUNS, len(mine))
+    check_quota("runs", len(mine | {name}), len(names | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
         given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
@@ -300,7 +300,7 @@ async def record_run(request: Request) -> Any:
 
 
 def _run_to_record(server: Server, data: bytes) -> RunToRecord:
-    """What the body asks for. Raises RequestValidationError, or PromptError for a text that is too long for the model."""
+    """Parse the body. Raises RequestValidationError, or PromptError for a text that is too long for the model."""
     try:
         run = RunToRecord.model_validate_json(data)
     except ValidationError as error:
@@ -314,11 +314,11 @@ def _run_to_record(server: Server, data: bytes) -> RunToRecord:
 
 @router.delete("/runs/{name:path}")
 async def delete_run(request: Request, name: str) -> Any:
-    """Forget a run; running requests that use it go on. The API key that has recorded it may, and an administrator."""
+    """Forget a run. Running requests that use it go on. Only for the API key that has recorded it, and for administrators."""
     runs = server_of(request).model.runs
     if (refusal := _not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
         return refusal
-    server_of(request).owners.pop(("runs", name), None)  # before anybody can record another run of this name
+    server_of(request).owners.pop(("runs", name), None)  # before another client can record a run of this name
     await runs.delete(name)
     return {"deleted": name}
 
@@ -330,7 +330,7 @@ async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
 
 
 def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
-    """The error for who may not delete a vector or a run, or None."""
+    """The error for a client that may not delete or replace a vector or a run; None if it may."""
     if name not in there:
         return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
     if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
@@ -348,7 +348,7 @@ def _is_admin(request: Request) -> bool:
 
 @router.get("/plan")
 async def get_plan(request: Request) -> dict[str, Any]:
-    """The engine-wide plan, which comes before every request's own."""
+    """The engine-wide plan. It comes before every request's own plan."""
     return {"plan": json.loads(server_of(request).model.plan.to_json())}
 
 
@@ -392,7 +392,7 @@ async def get_capture(request: Request, handle: str) -> Any:
     async def sent() -> AsyncIterator[bytes]:
         for part in parts:
             yield part
-            await asyncio.sleep(0)  # to others, as a fast client never has the server wait
+            await asyncio.sleep(0)  # gives way to other requests: a fast client never makes the server wait
 
     return StreamingResponse(sent(), media_type="application/octet-stream", headers={"Content-Length": str(size)})
 
@@ -407,6 +407,6 @@ async def delete_capture(request: Request, handle: str) -> Any:
 
 @router.get("/gauges")
 async def gauges(request: Request) -> dict[str, Any]:
-    """What the server and each worker hold."""
+    """Counts of the objects that the server and each worker hold."""
     server = server_of(request)
     return {"server": server.gauges, "workers": await server.model.gauges()}

@@ -37,7 +37,7 @@ MAX_PAIRS = 64
 MAX_CELLS = 65_536
 MAX_LISTED = 1024  # sites, layers, heads and positions that a sweep may list
 MAX_TOP = 20
-MESSAGE_BYTES = 16  # of a chat's message, at least, beside its texts
+MESSAGE_BYTES = 16  # of a chat's message, at least, in addition to its texts
 MAX_SWEEPS, MAX_SWEEPS_OF_A_KEY = 32, 4  # at a time
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
@@ -127,7 +127,7 @@ async def sweep(request: Request) -> Any:
 
 
 def _check_size(server: Server, asked: SweepToRun) -> None:
-    """Raise RequestRefused for more than a server reads. The model's own limits are checked with the tokens."""
+    """Raise RequestRefused for a sweep over the server's limits. The model's own limits are checked with the tokens."""
     for name in ("clean", "corrupt"):
         given = getattr(asked, name)
         prompts, _ = ([], True) if given is None else prompts_of(given)
@@ -138,7 +138,7 @@ def _check_size(server: Server, asked: SweepToRun) -> None:
 
 
 def _bytes_of(prompt: Any) -> int:
-    """The bytes of the prompt's text; 0 for token ids. A message of a chat has a few more than its texts, from the template."""
+    """The bytes of the prompt's text; 0 for token ids. The template adds a few bytes to each message of a chat."""
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace"))
     if not is_chat(prompt):

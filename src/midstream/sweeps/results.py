@@ -56,7 +56,7 @@ class SweepResult:
     """The cells of a sweep. While the sweep runs, cells that have not come yet are NaN.
 
     Attributes:
-        outline: what was asked for: the prompts' tokens, the grid, direction and source.
+        outline: the sweep's prompts as tokens, its grid, direction and source.
         metric: its name, or the function.
         logprobs: by site, float64 `[pairs, layers, (heads,) positions, answers]`, in nats.
         clean, corrupt: the log-probabilities of the prompts without a patch, `[pairs, answers]`.
@@ -83,7 +83,7 @@ class SweepResult:
         if outline.coarse is not None:
             self.coarse = SweepResult(msgspec.structs.replace(outline, grid=outline.coarse, coarse=None), metric)
 
-    # What arrives.
+    # Events.
 
     def take(self, event: Event) -> Event:
         """Add an event of the sweep. Returns the event; a cell gets its `value` and `recovered`."""
@@ -256,7 +256,7 @@ class SweepResult:
         return sorted((cell for _, cell in self._cells()), key=lambda cell: -abs(cell.effect))[:count]
 
     def path(self, site: str | None = None) -> list[BestCell]:
-        """The cell with the largest effect in each layer, from the first layer to the last. It shows where the answer's information is."""
+        """The cell with the largest effect in each layer, from the first layer to the last. They show where the answer's information is."""
         site = self._site(site)
         rows: dict[int, BestCell] = {}
         for row, cell in self._cells():
@@ -382,7 +382,7 @@ class SweepResult:
     def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
         """The heatmap as text, with layers upwards. `~` marks cells within the noise floor. `colour=True` uses a terminal's colours.
 
-        `site`: all of the sweep's, one below the other, if None.
+        `site`: if None, all sites of the sweep, one below the other.
         """
         grid = self.outline.grid
         if site is None and len(grid.sites) > 1:
@@ -459,7 +459,7 @@ class SweepResult:
 
 
 class SweepDifference(SweepResult):
-    """What one sweep has more than another: `values`, `by_pair`, `recovered`, `effects` and `interval` are differences of the two.
+    """The difference of two sweeps: `values`, `by_pair`, `recovered`, `effects` and `interval` are the first minus the second.
 
     Intervals are of paired differences. The baseline is 0, and the noise floors add up. `logprobs` are the first sweep's.
 
@@ -498,12 +498,12 @@ class SweepDifference(SweepResult):
         return {site: one[site] - two[site] for site in one}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """A difference has no file of its own: raises MidstreamError."""
+        """Raises MidstreamError: save the two sweeps instead."""
         raise MidstreamError("Save the two sweeps; a difference has no file of its own.")
 
 
 def _are_alike(one: Grid, two: Grid) -> bool:
-    """Whether cells of the two are about the same places. Positions without a counterpart are void in a sweep that needs one."""
+    """Whether the cells of both are at the same places. Positions without a counterpart match any."""
     places: Any = [
         (grid.sites, grid.layers, grid.heads, [column.label for column in grid.columns]) for grid in (one, two)
     ]

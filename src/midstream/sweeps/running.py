@@ -1,8 +1,8 @@
 """Runs sweeps. Each cell is one request: the patched prompt with a `Patch` from the recorded run of the other prompt.
 
-For each pair of prompts, a sweep records both, runs both alone, runs the cells with noise runs among them, and deletes the recorded
-runs. So it holds the recorded runs of one pair at a time. Cells are independent requests: they share the KV blocks before their first
-patched position.
+For each pair of prompts, a sweep records both, runs both without a patch, runs the cells with noise runs among them, and deletes the
+recorded runs. So it holds the recorded runs of one pair at a time. Cells are independent requests, which share the KV blocks before their
+first patched position.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from midstream.sweeps.results import SweepResult
 # Requests in a group, and groups of a sweep at a time: few, because the event loop of a server serves others, too.
 ENGINE_GROUP, ENGINE_GROUPS = 32, 16
 PROCESS_GROUP = 128  # jobs on a model in this process
-# The groups of all sweeps together fill this many of the engine's batches at most: a request that comes later waits behind them.
+# The groups of all sweeps together fill at most this many of the engine's batches, since later requests wait for them.
 _BATCHES = 4
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
@@ -117,7 +117,7 @@ class SweepRun:
         self.result: SweepResult | None = None
 
     def outline(self) -> Outline:
-        """The outline of the sweep. Checks everything that can be checked before the first request."""
+        """The outline of the sweep. Makes all checks that need no request."""
         model, asked = self._model, self.asked
         with about("clean"):
             clean = [self._tokens(prompt) for prompt in self._clean]
@@ -203,7 +203,7 @@ class SweepRun:
         done = set[Any]()
         for event in log.before if log is not None else ():
             if isinstance(event, Cell) and event.void is not None:
-                continue  # it is run again
+                continue  # a void cell runs again
             if isinstance(event, Cell):
                 done.add(event.key)
             yield result.take(event)
@@ -232,7 +232,7 @@ class SweepRun:
     def _cells(
         self, outline: Outline, stage: Literal["coarse", "fine"], result: SweepResult, done: Container[Any]
     ) -> Callable[[int], list[Cell]]:
-        """A function that gives a pair's cells of a stage, without results and without those in `done`."""
+        """A function that returns a pair's cells of a stage, without results. It leaves out the cells in `done`."""
         grid = outline.grid_of(stage)
         chosen: set[Any] | None = None
         if stage == "fine" and outline.coarse is not None:
@@ -293,7 +293,7 @@ class SweepRun:
             await finish_cleanup(self._delete_runs(runs, recording))
 
     async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
-        """What `_sources` yields; `runs` gets the runs as soon as they are there."""
+        """Record the runs for `_sources`, and add each to `runs` at once."""
         layers = sorted({layer for row in grid.layers for layer in row})
 
         async def record(ids: list[int]) -> RecordedRun:
@@ -309,7 +309,7 @@ class SweepRun:
         return (await self._mean(grid.sites, layers) if self.asked.source == "mean" else "zeros"), own
 
     async def _delete_runs(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
-        """Release and delete `runs`, once `recording` is over."""
+        """Release and delete `runs` after `recording` has ended."""
         if recording is not None:
             await asyncio.gather(recording, return_exceptions=True)
         for run in runs:
@@ -397,7 +397,7 @@ class SweepRun:
     async def _run_on_engine(
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
     ) -> AsyncGenerator[Event]:
-        """The events of jobs as they end, with several groups at a time, which take turns with those of other sweeps."""
+        """The events of jobs as they end. Several groups run at a time, and take turns with the groups of other sweeps."""
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         turns: SweepTurns = self._model.connection.sweep_turns
         groups, tasks = _groups(jobs, turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
@@ -429,7 +429,7 @@ class SweepRun:
                 if found is not None:
                     yield found
         finally:
-            groups = iter(())  # no other group starts
+            groups = iter(())  # so that no other group starts
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -458,7 +458,7 @@ class SweepRun:
 
     @property
     def _parts(self) -> int:
-        """How many requests a job has: one grades the answers; with `top`, another returns the likeliest tokens."""
+        """The number of requests of a job: one grades the answers; with `top`, another returns the likeliest tokens."""
         return 2 if self.asked.top else 1
 
     def _invokes(self, ids: list[int], answers: Answers, job: Job) -> list[Invoke]:
@@ -466,7 +466,7 @@ class SweepRun:
         return [graded, self._invoke(ids, job.plan, {}, logprobs=self.asked.top)] if self.asked.top else [graded]
 
     def _ended(self, job: Job, results: Sequence[InvokeResult], answers: Answers) -> Event | None:
-        """The job's event with its log-probabilities, or with the reason why it is void. None for a noise run that failed."""
+        """The job's event with its log-probabilities, or with the reason why it is void. None for a failed noise run."""
         error = next((result.error for result in results if result.error is not None), None)
         if error is not None:
             if isinstance(job.event, Noise):
@@ -480,7 +480,7 @@ class SweepRun:
 
 
 def _noise_runs(cells: int) -> int:
-    """How many noise runs there are among so many cells."""
+    """The number of noise runs among so many cells."""
     return min(_BASELINES + _IDENTITIES, cells)
 
 
@@ -496,13 +496,13 @@ def _likeliest(output: Any, count: int, tokenizer: Any) -> list[tuple[str, float
 
 
 def _groups(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
-    left = iter(jobs)
-    while group := list(itertools.islice(left, size)):
+    remaining = iter(jobs)
+    while group := list(itertools.islice(remaining, size)):
         yield group
 
 
 def _within(coarse: SweepResult, outline: Outline, site: str, asked: SweepRequest) -> Iterator[tuple[int, int]]:
-    """The layer and the column of each cell in a site's best windows."""
+    """The layer and the column of each cell in the best windows of a site."""
     assert asked.coarse is not None
     effects = np.abs(coarse.effects[site])
     effects = effects.max(1) if effects.ndim == 3 else effects
@@ -536,7 +536,7 @@ def _each(name: str, given: Any, pairs: int) -> list[Any]:
 
 
 class _Log:
-    """A sweep on disk: its outline, and a line for each event. Each event is written as it comes, so a killed sweep can continue.
+    """A sweep on disk: its outline, and a line for each event. Events are written as they come, so a killed sweep can continue.
 
     Attributes:
         before: the events of earlier calls.
@@ -548,20 +548,19 @@ class _Log:
     def __init__(self, directory: Path, outline: Outline) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        about, wanted = directory / OUTLINE, encode_event(outline)
-        if about.exists() and about.read_bytes() != wanted:
+        file, data = directory / OUTLINE, encode_event(outline)
+        if file.exists() and file.read_bytes() != data:
             raise ParameterError(
                 f"{directory} holds another sweep, with other prompts, cells or options. Use an empty directory.",
                 field="to",
             )
-        about.write_bytes(wanted)
+        file.write_bytes(data)
         path = directory / CELLS
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         self.before = [decode_event(line) for line in lines[:-1]]
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(
-            sum(len(line) + 1 for line in lines[:-1])
-        )  # a killed sweep may have written half of its last line
+        # A killed sweep may have written half of its last line.
+        self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
 
     def write(self, event: Event) -> None:
         self._file.write(encode_event(event) + b"\n")
@@ -570,11 +569,8 @@ class _Log:
         self._file.close()
 
 
-# What the caller gets.
-
-
 class SweepTurns:
-    """Has sweeps on one engine start their groups of requests in turns, within so many tokens of prompts at a time.
+    """Lets the sweeps on one engine start groups of requests in turns. Limits the tokens of the prompts that run at a time.
 
     Args:
         batch: the most tokens that the engine computes in a step.
@@ -583,16 +579,16 @@ class SweepTurns:
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._used = 0  # tokens
-        # By sweep, whose turn is next first: the groups that wait, each with its tokens.
+        # By sweep, in the order of their next turns: the waiting groups, each with its tokens.
         self._waiting: dict[object, deque[tuple[asyncio.Future[None], int]]] = {}
 
     def jobs(self, tokens: int) -> int:
-        """How many jobs of so many tokens a group has: no more than the engine computes in a step, so that turns stay short."""
+        """The number of jobs of so many tokens in a group: at most one step of the engine, so that turns stay short."""
         return max(1, min(ENGINE_GROUP, self._batch // tokens))
 
     @contextlib.asynccontextmanager
     async def taken(self, sweep: object, tokens: int) -> AsyncIterator[None]:
-        """The turn of a group of `sweep`. A group that is larger than all turns together runs alone."""
+        """A block that runs in the turn of a group of `sweep`. A group that is larger than the limit runs alone."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sweep, deque()).append((turn, tokens))
         self._give()
@@ -639,7 +635,7 @@ class SweepStream:
         self._sweeping, self._finish, self._bar = sweeping, finish, bar
         self._events: AsyncGenerator[Event] = sweeping.events()
         if finish is not None:
-            finish(self._next())  # raises what is wrong with the arguments
+            finish(self._next())  # raises errors in the arguments
 
     async def _next(self) -> Event | None:
         return await anext(self._events, None)
@@ -717,8 +713,9 @@ class SweepStream:
     def close(self) -> None:
         """End the sweep, and delete its recorded runs. Only for sync engines."""
         assert self._finish is not None
-        with contextlib.suppress(EngineClosedError):  # the engine holds no runs any more
-            self._finish(self._end())
 
-    async def _end(self) -> None:
-        await self._events.aclose()
+        async def end() -> None:
+            await self._events.aclose()
+
+        with contextlib.suppress(EngineClosedError):  # a closed engine has no runs
+            self._finish(end())

@@ -320,10 +320,10 @@ class VLLM(DescribedModel):
                 raise
             return None  # too much for one plan, or the caller's own plan is wrong
         weights = [{digest: Weight(data, digest) for digest, data in numbers.items()} for _, numbers in held]
-        endings = [
-            found.ending(lowering.tier, len(ids)) if found is not None and invoke.program is not None else None
-            for invoke, ids, found in zip(invokes, prompts, lowering.each or [None] * len(invokes), strict=True)
-        ]
+        endings: list[Ending | None] = [None] * len(invokes)
+        for i, found in enumerate(lowering.each):
+            if invokes[i].program is not None:
+                endings[i] = found.ending(lowering.tier, len(prompts[i]))
         return _LoweredCall(lowering.tier, plans, weights, endings)
 
     def _request(
