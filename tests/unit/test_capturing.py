@@ -187,7 +187,7 @@ def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(chann
         return Outcome({"return": len(ran)})
 
     for each in here.receivers:
-        each.here = code
+        each.trace_ending = code
 
     async def run() -> None:
         first, second, third = (Running(here, number, is_async) for number in range(3))

@@ -163,7 +163,7 @@ def test_p2_stores_keep_count_of_owners_that_come_and_go() -> None:
         there = {handle: owner for handle, owner in there.items() if store.get(owner, handle) is not None}
         held = [store.get(owner, handle) for handle, owner in there.items()]
         assert store.gauges == {"captures": len(held), "capture_bytes": sum(each.nbytes for each in held)}
-        assert store._total == store._counted.total() == store.gauges["capture_bytes"] <= store.budget
+        assert store._total == store._owner_bytes.total() == store.gauges["capture_bytes"] <= store.budget
         assert sum(map(len, store._by_size)) == len(set(there.values()))
 
 
@@ -197,7 +197,7 @@ def test_p2_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.Monkey
                 await asyncio.sleep(60)
 
         state = SimpleNamespace(midstream=server)
-        return requests.received(
+        return requests.receive_body(
             SimpleNamespace(
                 stream=stream, headers={"authorization": f"Bearer {key}"}, app=SimpleNamespace(state=state)
             ),  # type: ignore[arg-type]

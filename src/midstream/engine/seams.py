@@ -109,7 +109,7 @@ _FRONT_END = (
          "Reaches the scheduler and the step function of an in-process engine.", members="engine_core"),
     Seam("vllm.v1.engine.core.EngineCore", CALLS, "midstream.engine.launch.stepping_after_the_last_output",
          "Makes one more step of an in-process engine.", members="scheduler; step_fn"),
-    Seam("vllm.LLM", CALLS, "midstream.engine.launch.start",
+    Seam("vllm.LLM", CALLS, "midstream.engine.launch.start_engine",
          "The offline engine.",
          members="__init__(model, **rest); "
                  "enqueue(prompts, sampling_params, *, use_tqdm); collective_rpc(method, *, args); llm_engine"),
@@ -121,11 +121,11 @@ _FRONT_END = (
     Seam("vllm.v1.engine.detokenizer.IncrementalDetokenizer", CALLS, "midstream.engine.worker.Worker._ends_text",
          "Finds where stop strings end the text, so that a trace sees no step beyond it.",
          members="from_new_request(tokenizer, request); update(new_token_ids, stop_terminated)"),
-    Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start",
+    Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start_engine",
          "The online engine.",
          members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id); collective_rpc(method, *, args); "
                  "shutdown(*, timeout); vllm_config"),
-    Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start",
+    Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start_engine",
          "Takes midstream's worker, scheduler and settings.", members="worker_cls; scheduler_cls; additional_config"),
     Seam("vllm.v1.engine.core_client.EngineCoreClient", CALLS, "midstream.engine.launch.shut_down",
          "Ends the engine with time to free its shared memory and sockets.", members="shutdown(*, timeout)"),
@@ -159,7 +159,7 @@ _FRONT_END = (
              "A ValueError raised in this module is about the request: 0.26 has no class of its own for all of them.")
         for module in ("vllm.sampling_params", "vllm.v1.engine.input_processor", "vllm.renderers", "vllm.inputs")
     ),
-    Seam("vllm.envs.VLLM_RPC_BASE_PATH", SETS, "midstream.engine.launch.start",
+    Seam("vllm.envs.VLLM_RPC_BASE_PATH", SETS, "midstream.engine.launch.start_engine",
          "Gives each engine its own directory for sockets, by the environment: vLLM leaves their files behind."),
     Seam("vllm.utils.network_utils.get_ip", CALLS, "midstream.engine.launch.address_for_workers",
          "The address at which other hosts reach this one.", signature="()"),
