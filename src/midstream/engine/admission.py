@@ -122,7 +122,7 @@ def misspelt_key(extra: Mapping[str, Any]) -> str | None:
 
 def misspelt_key_error(place: str, key: str) -> PlanError:
     """The error for a misspelt key."""
-    text = f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?"
+    text = f"{place} has the unknown key {fields.shown(key)}; did you mean {NAME!r}?"
     return PlanError(text, field=key)
 
 

@@ -44,7 +44,7 @@ ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entri
 NOTHING: Acting = frozenset()
 _PATIENCE = 2  # a batch that comes once is not worth a recording, which takes as long as some steps
 _REMEMBERED = 4096  # batches whose number of steps is remembered
-_SMALLEST = 1 << 20  # bytes; what the driver keeps for a graph at least
+_SMALLEST = 1 << 20  # bytes; the driver keeps at least this for a graph
 
 
 class Kernel(NamedTuple):
@@ -304,7 +304,7 @@ class ActingGraphs:
             )  # fmt: skip
 
     def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Have all ranks of a group count with the same size. `exchange` returns what each of them passed."""
+        """Have all ranks of a group count with the same size. `exchange` returns the values that all ranks passed."""
         self.bytes_each = max(exchange(self.bytes_each))
 
     def record_due(self) -> None:

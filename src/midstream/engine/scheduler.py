@@ -200,7 +200,7 @@ class _Rules:
         return state is not None and state.changes_kv
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        """vLLM's list of blocks to clear before the step, with those that held edits. vLLM calls this for every step."""
+        """vLLM's list of blocks to clear before the step, and the blocks that hold edits. vLLM calls this for every step."""
         before = super()._get_new_block_ids_to_zero()  # type: ignore[misc]
         edited = self._edited.take()
         return sorted({*edited, *(before or ())}) if edited else before
@@ -244,7 +244,7 @@ class _Rules:
             with Replacement(threshold, self.scheduler_config, 0):
                 return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for request in held:  # in order: all requests behind the first of them were held back, too
+            for request in held:  # in order, since all requests after the first one were held back, too
                 self.waiting.add_request(request)
 
     def _take_held_back(self) -> list[Any]:

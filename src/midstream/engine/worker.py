@@ -518,6 +518,6 @@ class Worker(PlatformWorker):
             self._tensor_ranks.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
-                plans.captures.close()  # raises what a consumer raised
+                plans.captures.close()  # raises a consumer's error
         finally:
             super().shutdown()

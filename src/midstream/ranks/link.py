@@ -120,7 +120,7 @@ class Published:
 
     Attributes:
         content: replaced, never changed, so that it can be sent while it is being moved.
-        ranks: those that may still fetch it. Without any it is forgotten.
+        ranks: the ranks that may still fetch it. Without any, the value is forgotten.
         once: whether each of them fetches it only once.
         place: the point of the model that it was read at; values of one point are sent ahead.
     """

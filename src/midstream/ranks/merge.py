@@ -1,4 +1,4 @@
-"""Merges the results that the pipeline stages send for one trace into those that a single GPU would give.
+"""Merges the results of a trace from the pipeline stages into the results that a single GPU would give.
 
     merged_outcomes([outcomes_of_stage_0, outcomes_of_stage_1])
 
@@ -175,7 +175,7 @@ class _Merging:
         return merged
 
     def _places(self, each: Mapping[int, Mapping[Any, Any]]) -> list[Any]:
-        """All keys, except those that only stages past the judge have."""
+        """All keys, without the keys of stages past the judge only."""
         bounded = self._past if self._judge in each else frozenset()
         return list(dict.fromkeys(key for stage, own in each.items() if stage not in bounded for key in own))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,8 @@ class StageParts:
     @classmethod
     def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
         modules = dict(model.named_modules())
-        built = {path: _name_of(type(m)) for path, m in modules.items() if not _is_absent(path, modules)}
+        kinds = {path: type(module) for path, module in modules.items() if not _is_placeholder(module)}
+        built = {path: f"{kind.__module__}:{kind.__qualname__}" for path, kind in kinds.items()}
         # vLLM's Transformers backend also calls the placeholders of other stages' layers.
         order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
         shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
@@ -46,17 +47,13 @@ class StageParts:
         return cls(replace(arch, order=order, shapes=shapes, shards=shards), built)
 
 
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _is_absent(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module is vLLM's placeholder for one on another stage. A plain Identity is a module of the model."""
-    return any(cls.__name__ == "PPMissingLayer" for cls in type(modules[path]).__mro__)
+def _is_placeholder(module: nn.Module) -> bool:
+    """Whether this is vLLM's placeholder for a module of another stage. A plain Identity is a module of the model."""
+    return any(cls.__name__ == "PPMissingLayer" for cls in type(module).__mro__)
 
 
 def merged_architecture(parts: Sequence[Architecture]) -> Architecture:
-    """The model's architecture, from those of its stages in their order. Moments count through the whole model's forward.
+    """The model's architecture, merged from its stages' in their order. Moments count through the whole model's forward.
 
     A module that lies in several stages, like one that contains all layers, begins in the first of them and ends in the last.
     """

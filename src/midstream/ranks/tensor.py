@@ -74,7 +74,7 @@ class Shards:
         return [segment.width * (self.ranks // segment.replicas) for segment in self.segments]
 
     def join(self, parts_Rtw: torch.Tensor, lead: int) -> torch.Tensor:
-        """The full tensor from all ranks' parts. `lead` axes after R come before those of the width."""
+        """The full tensor from all ranks' parts. `lead` axes come between R and the axes of the width."""
         flat_Rtw = parts_Rtw.flatten(1 + lead)
         full = []
         for segment, part_Rtw in zip(
@@ -251,8 +251,8 @@ class _Search:
     def _attention(self, kind: Kind, call: Call, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
         """The layouts of queries, keys and values."""
         module: Any = call.module
-        beside = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
-        linears = [m for m in beside if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
+        siblings = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
+        linears = [m for m in siblings if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
         if not any(self._is_split(m) for m in linears):
             return {}
         value_size = getattr(module, "head_size_v", module.head_size)
@@ -315,7 +315,7 @@ def _floating(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 class TensorParallel(Peers):
-    """This rank among those that share each layer.
+    """This rank's part in a group of tensor-parallel ranks.
 
     All methods are called for the same bodies in the same order on all ranks, as long as the bodies agree.
 
@@ -487,7 +487,7 @@ class TensorParallel(Peers):
 
 
 def _lead(leaf: torch.Tensor, width: int | None) -> int:
-    """How many axes come before those that hold `width` elements."""
+    """The number of axes before the axes that hold `width` elements."""
     axis, size = leaf.ndim, 1
     while axis and size != width:
         axis -= 1

@@ -332,19 +332,19 @@ class Remote(DescribedModel):
         with model.trace("The Eiffel Tower is in"):   # on servers with --midstream-allow-traces
             h = model.layers_output[8].save()         # [tokens, hidden], on the CPU of this machine
 
-    Interrupting a call, by Ctrl-C for example, ends its requests on the server. Traces need the server's minor version of Python and its
-    version of midstream, because their code travels as bytecode. What they save has to be tensors, numbers, texts and containers of these.
+    Interrupting a call, for example by Ctrl-C, ends its requests on the server. Traces need the server's minor version of Python and its
+    version of midstream, because their code travels as bytecode. They can save tensors, numbers, texts and containers of these.
 
     Args:
         url: of the server, `http://host:port`.
         api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
         mode: `"sync"` runs requests to their end; with `"async"`, `async for output in tracer.backend` follows them.
         admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
-        progress: of the calls that do not say it themselves, as in `generate`.
+        progress: the default of `progress` for the model's calls, such as `generate`.
 
     Attributes:
-        plan: the plan of every request of this object, sent with each but not with `record`; `engine_plan` is that of all clients.
-        vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, and an administrator, may replace or
+        plan: the plan of every request of this object except `record`. `engine_plan` is the plan of all clients.
+        vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, or an administrator, may replace or
             delete it.
 
     Raises:
@@ -415,7 +415,7 @@ class Remote(DescribedModel):
 
     @property
     def engine_plan(self) -> Plan:
-        """The plan of every request of every client of the server. Setting it, or None, needs `admin_key`."""
+        """The plan of every request of every client of the server. Setting it needs `admin_key`; None deletes it."""
         return Plan.from_wire(self._connection.ask("GET", "plan").json()["plan"])
 
     @engine_plan.setter
@@ -433,12 +433,12 @@ class Remote(DescribedModel):
         return (await self._ask("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Let consumers and directories take their rows, and close the connections to the server."""
+        """Wait until consumers and directories have taken their rows, and close the connections to the server."""
         self.sinks.close()
         self._connection.close()
 
     async def start(self) -> Self:
-        """Does nothing: the server runs. For code that is written for `VLLM(mode="async")`."""
+        """Does nothing, since the server runs. For code that is written for `VLLM(mode="async")`."""
         return self
 
     async def _recording(

@@ -268,7 +268,7 @@ async def record_run(request: Request) -> Any:
     run = await on_a_thread(len(data), _run_to_record, server, data)
     with about("name"):
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
-    await model.runs.listing()  # forgets what the workers have dropped
+    await model.runs.listing()  # forgets runs that the workers have dropped
     names, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
     if run.replace and name in names - server.recording.keys():
         if (refused := _not_theirs(request, "runs", name, names)) is not None:
@@ -366,7 +366,7 @@ async def set_plan(request: Request) -> Any:
     if served.answers or served.inline:
         raise RequestRefused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
     if served.plan.captures:
-        raise RequestRefused(400, "The engine-wide plan may not capture: nobody would get the rows.", f"{NAME}.plan")
+        raise RequestRefused(400, "The engine-wide plan may not capture: no client would get the rows.", f"{NAME}.plan")
     server.model.plan = served.plan
     return await get_plan(request)
 

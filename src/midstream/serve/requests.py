@@ -551,7 +551,7 @@ def draining(original: Callable[..., None]) -> Callable[..., None]:
 
     def shutdown(self: Any, timeout: float | None = None) -> None:
         server, begin = Server.of(self), time.monotonic()
-        if server is not None and timeout and not self.errored and not _is_on_event_loop():
+        if server is not None and timeout and not self.errored and asyncio._get_running_loop() is None:
             server.is_draining = True
             while (server.running or self.output_processor.has_unfinished_requests()) and not self.errored:
                 if time.monotonic() - begin >= timeout:
@@ -561,9 +561,3 @@ def draining(original: Callable[..., None]) -> Callable[..., None]:
         original(self, timeout=timeout)
 
     return shutdown
-
-
-def _is_on_event_loop() -> bool:
-    with contextlib.suppress(RuntimeError):
-        return asyncio.get_running_loop() is not None
-    return False

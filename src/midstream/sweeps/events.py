@@ -103,7 +103,7 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", tag_field="event"):
     Attributes:
         stage: "coarse" for a window of a coarse-to-fine sweep, else "fine".
         index: the place in the grid of its stage: `[row of layers, column]`, or `[row of layers, head, column]`.
-        layers, head, positions: the patched place. The positions are those of the patched prompt.
+        layers, head, positions: the patched place. The positions are in the patched prompt.
         token: the text at these positions.
         logprobs: the log-probabilities of answer and foil after the patch; None if the cell is void.
         value: the metric; None if the cell is void.

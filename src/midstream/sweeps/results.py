@@ -24,7 +24,7 @@ import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plots import plot_heatmap, write_figure
-from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Pair, Summary
+from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
 RESAMPLES = 2000
@@ -200,17 +200,13 @@ class SweepResult:
     def _metric_name(self) -> str:
         return self.metric if isinstance(self.metric, str) else self.outline.metric
 
-    def _patched(self, pair: Pair) -> list[str]:
-        """The tokens of a pair's patched prompt."""
-        return pair.corrupt if self.outline.direction == "denoising" and pair.corrupt is not None else pair.clean
-
     @property
     def _base(self) -> np.ndarray:
         return self.corrupt if self.outline.direction == "denoising" else self.clean
 
-    def _metric_of(self, logprobs_PA: np.ndarray) -> np.ndarray:
-        raw = self._graded(logprobs_PA)
-        return self._recovered(raw, slice(None)) if self.metric == "recovered" else raw
+    def _metric_of(self, logprobs: np.ndarray, pair: int | slice) -> np.ndarray:
+        raw = self._graded(logprobs)
+        return self._recovered(raw, pair) if self.metric == "recovered" else raw
 
     @property
     def noise_floor(self) -> float:
@@ -218,13 +214,9 @@ class SweepResult:
 
         The prompt runs again among the cells, without a patch and patched with its own activations. NaN before the first such run.
         """
-        base = self._metric_of(self._base)
-        moved = []
-        for noise in self.noise:
-            raw = self._graded(np.array(noise.logprobs))
-            value = self._recovered(raw, noise.pair) if self.metric == "recovered" else raw
-            moved.append(abs(float(value) - float(base[noise.pair])))
-        return max(moved, default=math.nan)
+        base = self._metric_of(self._base, slice(None))
+        runs = ((self._metric_of(np.array(run.logprobs), run.pair), base[run.pair]) for run in self.noise)
+        return max((abs(float(value) - float(own)) for value, own in runs), default=math.nan)
 
     @property
     def is_noise(self) -> dict[str, np.ndarray]:
@@ -299,7 +291,8 @@ class SweepResult:
         reasons = {cell.key: cell.void for cell in self.void}
         rows = []
         for pair, prompts in enumerate(self.outline.pairs):
-            tokens = self._patched(prompts)
+            is_corrupt = self.outline.direction == "denoising" and prompts.corrupt is not None
+            tokens: Any = prompts.corrupt if is_corrupt else prompts.clean
             for site, index in itertools.product(grid.sites, np.ndindex(*grid.shape)):
                 logprobs, column = self.logprobs[site][(pair, *index)], grid.columns[index[-1]]
                 positions = column.positions[pair]

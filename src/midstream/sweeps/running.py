@@ -611,7 +611,7 @@ class SweepTurns:
             groups.popleft()
             del self._waiting[sweep]
             if groups:
-                self._waiting[sweep] = groups  # behind the others
+                self._waiting[sweep] = groups  # after the others
             if not turn.cancelled():
                 self._used += tokens
                 turn.set_result(None)

@@ -248,7 +248,8 @@ def _as_data(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         kind = type(value)
         if value is None or kind in (bool, float, bytes):
             return value
-        if (kind is str and _is_utf8(value)) or (kind is int and -(1 << 63) <= value < 1 << 64):
+        is_utf8 = kind is str and (value.isascii() or _as_utf8(value) == value)
+        if is_utf8 or (kind is int and -(1 << 63) <= value < 1 << 64):
             return value
         if depth > _DEEPEST:
             return _unsendable(value, f"it is nested more than {_DEEPEST} deep")
@@ -300,10 +301,6 @@ class _Kind(NamedTuple):
 
 def _sequence(kind: type) -> _Kind:
     return _Kind(kind, iter, lambda *items: kind(items))
-
-
-def _is_utf8(text: str) -> bool:
-    return text.isascii() or _as_utf8(text) == text
 
 
 def _as_utf8(text: str) -> str:

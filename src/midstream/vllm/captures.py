@@ -111,7 +111,10 @@ class RowReceiver:
     async def follow(self, box: Mailbox, executor: Executor | None = None) -> None:
         """Take rows as they arrive, until all have come. Waits for full sinks in the executor, if there is one."""
         while not self.is_complete:
-            message = await _next(box)
+            try:
+                message = await box.aget()
+            except ChannelClosedError as error:
+                raise EngineClosedError(f"The engine has gone before the captured rows came: {error}") from error
             if self.has_sinks and executor is not None:
                 self._is_taking = True  # also while it waits for a thread
                 await asyncio.get_running_loop().run_in_executor(executor, self.take, *message)
@@ -191,14 +194,3 @@ class RowReceiver:
         for sample in self._samples:
             if sample.capture is not None:
                 sample.capture.discard()
-
-
-async def _next(box: Mailbox) -> tuple[ResultHeader, Any]:
-    try:
-        return await box.aget()
-    except ChannelClosedError as error:
-        raise EngineClosedError(f"The engine has gone before the captured rows came: {error}") from error
-
-
-def rows_missing() -> CaptureError:
-    return CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")

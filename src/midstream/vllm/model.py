@@ -76,15 +76,14 @@ class VLLM(DescribedModel):
             A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
             A list gives several names.
         graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
-            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all sites there that can be.
-        graph_bytes: how many bytes of each worker's memory CUDA graphs may take in which plans act. They are recorded when they are
-            needed; a step without one is slower.
-        record_bytes: how many bytes of each worker's memory recorded runs may take.
-        weight_bytes: how many bytes of it large tensors of the caller's may take that traces have used. They stay for the next trace
-            that uses them.
-        trace_share: traces that neither run as plans nor behind the step (`explain` tells) slow a step down. They get steps of their own,
-            and while there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
-        progress: of the calls that do not say it themselves, as in `generate`.
+            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites there.
+        graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed; a
+            step without one is slower.
+        record_bytes: the limit in bytes, on each worker, for recorded runs.
+        weight_bytes: the limit in bytes, on each worker, for large tensors that traces have used. They stay for later traces.
+        trace_share: traces whose code runs in the forward (`explain` tells) make their steps slow. They get separate steps, and while
+            there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
+        progress: the default of `progress` for the model's calls, such as `generate`.
         tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
 
@@ -133,7 +132,7 @@ class VLLM(DescribedModel):
 
     @classmethod
     def attached(cls, engine: Any) -> Self:
-        """The model of a running `AsyncLLM` with midstream in it, which somebody else has started and will close."""
+        """The model of a running `AsyncLLM` with midstream in it. The caller closes the engine."""
         model = cls.__new__(cls)
         model._tokenizer_kwargs = {}
         model._use(engine, launch.config_of(engine).model_config.model, "async", is_ours=False)
@@ -173,13 +172,13 @@ class VLLM(DescribedModel):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer, **self._tokenizer_kwargs)
 
     async def start(self) -> Self:
-        """Connect the workers of an async engine. The first trace calls it; call it yourself to use the module tree before."""
+        """Connect the workers of an async engine. The first trace calls this; call it yourself to use the module tree before."""
         await self._connection.start()
         return self
 
     @property
     def connection(self) -> EngineConnection:
-        """What runs requests on the engine."""
+        """The connection that runs requests on the engine."""
         return self._connection
 
     def close(self) -> None:
@@ -187,8 +186,8 @@ class VLLM(DescribedModel):
         self._connection.close()
 
     def gauges(self) -> Any:
-        """Counts of what each worker holds: zeros when no traced request is running. `traced_steps` counts since the start, and
-        `weight_bytes` are kept for later traces.
+        """Counts of the objects that each worker holds: zeros when no traced request runs, except for `traced_steps`, which counts from
+        the start, and `weight_bytes`, which are kept for later traces.
 
         A list with a dict for each worker; awaitable with `mode="async"`.
         """
@@ -234,13 +233,13 @@ class VLLM(DescribedModel):
             steps = [self._most_steps(invoke, ids) for invoke, ids in zip(invokes, prompts, strict=True)]
             lowering = lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
-            # Plans are checked once the engine has started.
+            # Plans are checked after the engine has started.
             return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)
         requests = self._requests(invokes, prompts, code, together, lowering)
         return EngineStream(self._connection, lambda: requests, ended)
 
     def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
-        """How many steps the request has at most."""
+        """The largest number of steps that the request can have."""
         room = self.vllm_config.model_config.max_model_len - len(ids)
         asked = invoke.params.get("max_tokens")
         return max(1, min(room, room if asked is None else asked))
@@ -271,11 +270,11 @@ class VLLM(DescribedModel):
             prompts: their token ids.
             code: the code of their traces.
             together: whether all of them must be in the same steps.
-            lowering: how the traces run, if that is known.
+            lowering: how the traces can run; None for the forward.
 
         Raises:
             PromptError: a prompt that cannot be traced in one step.
-            PlanError: a plan that cannot be done on this model, or to its prompt.
+            PlanError: a plan that cannot be carried out on this model or prompt.
         """
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
         traces: list[TraceRequest | None] = [None] * len(invokes)
@@ -372,9 +371,9 @@ class VLLM(DescribedModel):
         return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, trace_ending)
 
     def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:
-        """A server's request. vLLM's server has made its prompt, which has token ids, and its SamplingParams; they are not changed.
+        """A request of a server. vLLM's server has made its prompt, with token ids, and its SamplingParams. They are not changed.
 
-        Raises PlanError for a plan that cannot be done on this model, or to this prompt.
+        Raises PlanError for a plan that cannot be carried out on this model or prompt.
         """
         (invoke,) = self._with_plan([invoke])
         plan = self.planner.prepare(
@@ -389,7 +388,7 @@ class VLLM(DescribedModel):
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:
-    """The invoke with the plan of its `extra_args`, if they have one, as its plan.
+    """The invoke, with the plan of its `extra_args` as its own plan.
 
     Raises PlanError if it has another plan, ParameterError if `extra_args` is no dict.
     """
@@ -413,7 +412,7 @@ def _params(
     rows: RowReceiver | None,
     shared: dict[Any, Any],
 ) -> Any:
-    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has those made so far."""
+    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has the present objects."""
     if trace is not None:
         return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke, trace.is_behind)
     same = (id(invoke.params), id(invoke.answers))
@@ -421,7 +420,7 @@ def _params(
         shared[same] = _sampling_params(invoke, None)
     if plan is None:
         return shared[same]
-    if rows is not None:  # its rows have an address of their own
+    if rows is not None:  # the rows have their own address
         return _with_plan(copy.copy(shared[same]), plan, rows, invoke)
     if (same, plan.plan) not in shared:
         shared[same, plan.plan] = _with_plan(copy.copy(shared[same]), plan, None, invoke)

@@ -16,6 +16,7 @@ from midstream.capture.rows import Captured
 from midstream.engine import launch
 from midstream.errors import (
     NOT_FINITE,
+    CaptureError,
     ChannelClosedError,
     EngineClosedError,
     MidstreamError,
@@ -30,7 +31,7 @@ from midstream.requests.streams import Item, OutputStream
 from midstream.trace.program import STOPPED, Outcome, put_results
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import ResultHeader
-from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index
+from midstream.vllm.captures import RESULT_SECONDS, sample_index
 from midstream.vllm.engine import EngineConnection, EngineRequest
 
 _SINK_THREADS = 1024  # the number of requests that can wait for their sinks at a time
@@ -240,7 +241,7 @@ class RunningRequest:
         while not following.done():
             done, _ = await asyncio.wait([following], timeout=RESULT_SECONDS)
             if not done and not rows.has_progressed():
-                raise rows_missing()
+                raise CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
         following.result()
         put = partial(put_captures, result, self._request, self._generated)
         # Sinks and a trace's code may take long, and an async engine's event loop serves other requests.
@@ -289,7 +290,7 @@ class _StageSaves:
             try:
                 self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
             except ChannelClosedError as error:
-                raise results_lost(error) from error
+                raise EngineClosedError(f"The engine has gone before a trace's results came: {error}") from error
         return merge_stages([each[-1] for each in self._each()], self._samples)
 
     def _each(self) -> list[list[_StageMessage]]:
@@ -363,10 +364,6 @@ def _raise_if_refused(output: Any) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
             raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
-
-
-def results_lost(error: ChannelClosedError) -> MidstreamError:
-    return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
 
 
 def merge_stages(messages: Iterable[_StageMessage], samples: int) -> list[list[Outcome]]:
