@@ -47,8 +47,8 @@ class Seam:
             replacement.
         reason: why midstream needs this.
         signature: the expected parameters and return value of a function, such as `(a, b, *, c, **rest) -> tuple[X, ...]`: its first
-            positional parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it has no
-            other parameters; if midstream only calls it, it may have others with a default.
+            positional parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it
+            has no other parameters; if midstream only calls it, it may have others with a default.
         members: the expected members of a class, separated by semicolons: attributes, and methods as `name(signature)`.
         role: the processes in which `plugin.apply_replacements` replaces the target for good; None if a `Replacement` does so on one object
             or for a while, or if nothing is replaced.
