@@ -398,11 +398,11 @@ class ShardReader:
         if shard not in self._open:
             path = self._directory / shard
             try:
-                there = path.stat().st_size
+                actual = path.stat().st_size
             except OSError as error:
                 raise CaptureError(f"shard {path} cannot be read: {error}") from error
-            if there != size:
-                raise CaptureError(f"shard {path} is damaged: {there} bytes of {size} are there")
+            if actual != size:
+                raise CaptureError(f"shard {path} is damaged: {actual} bytes of {size} are there")
             self._open[shard] = safe_open(path, framework="pt")
         self._open.move_to_end(shard)
         if len(self._open) > OPEN_SHARDS:
@@ -497,11 +497,11 @@ class Store(Mapping[str, StoredCapture]):
 
     def entries(self) -> list[tuple[Collected | None, list[int]]]:
         """`(collected, prompt)` of each complete request whose shards are on the disk."""
-        there = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
+        sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
         found = []
         for record in filter(_readable, self._records.values()):
             parts = [part for line in record.lines.values() for part in line["parts"]]
-            if all(there.get(part["shard"]) == part["bytes"] for part in parts):
+            if all(sizes.get(part["shard"]) == part["bytes"] for part in parts):
                 found.append((record.collected, next(iter(record.lines.values()))["prompt_token_ids"]))
         return found
 

@@ -124,14 +124,14 @@ def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int
 
     Raises PlanError for a span that has not been resolved to positions.
     """
-    there = list(layers)
+    model_layers = list(layers)
     found: dict[tuple[Any, ...], tuple[Any, Selected]] = {(): (None, {})}
     for capture in captures:
         rows = Selection.of(capture.positions, prompt_length, capture.dtype)
         given: Any = capture.layers
         for to in capture.sinks:
             _, selected = found.setdefault(() if to is None else destination_key(to), (to, {}))
-            for layer in there if given == "all" else [layer for layer in there if layer in given]:
+            for layer in model_layers if given == "all" else [layer for layer in model_layers if layer in given]:
                 key = (capture.site, layer, capture.when)
                 selected[key] = selected[key] | rows if key in selected else rows
     return tuple(route for name, route in found.items() if route[1] or not name)
@@ -176,8 +176,8 @@ def arrange_rows(
     Raises CaptureError if a position occurs twice, or if a selected row does not occur.
     """
     expected = selection.below(stop) if selection is not None else None
-    there = np.concatenate([NO_POSITIONS, *chunks.values()])
-    if expected is not None and np.array_equal(there, expected):  # the usual case: all rows came, in order
+    arrived = np.concatenate([NO_POSITIONS, *chunks.values()])
+    if expected is not None and np.array_equal(arrived, expected):  # the usual case: all rows came, in order
         return RowIndex([(i, slice(None)) for i, chunk in chunks.items() if chunk.size], expected)
     chosen: list[tuple[int, slice | np.ndarray]] = []
     for i, chunk in chunks.items():

@@ -179,8 +179,8 @@ class Side:
             self.values[name] = fn()
         except MidstreamError as error:
             first = error.exceptions[0] if isinstance(error, InterventionErrorGroup) else error
-            told = self.missing if isinstance(first, UnknownSiteError) else self.failed
-            told[name] = str(first).splitlines()[0]
+            reasons = self.missing if isinstance(first, UnknownSiteError) else self.failed
+            reasons[name] = str(first).splitlines()[0]
 
 
 def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int], names: Sequence[str] = ENTRIES) -> Side:

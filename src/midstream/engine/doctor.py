@@ -76,11 +76,11 @@ def examine(seam: Seam, sources: PackageSources) -> Finding:
         problems += _differences(seam.target.rpartition(".")[2], seam.signature, found, seam.does)
     for member in filter(None, seam.members.split("; ")):
         name, bracket, signature = member.partition("(")
-        there = sources.find(f"{seam.target}.{name}")
-        if there is None:
+        member_found = sources.find(f"{seam.target}.{name}")
+        if member_found is None:
             problems.append(f"{name} is gone.")
         elif bracket:
-            problems += _differences(name, bracket + signature, there, seam.does)
+            problems += _differences(name, bracket + signature, member_found, seam.does)
     if seam.does is Does.SUBCLASSES:
         listed = {member.partition("(")[0] for member in seam.members.split("; ")}
         problems += [
@@ -232,8 +232,8 @@ class PackageSources:
                 return node
         for base in owner.definition.bases:
             path = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            there = functools.reduce(self._member, path.split("."), owner.module)
-            if isinstance(there, _Class) and (found := self._of_class(there, name)) is not None:
+            base_class = functools.reduce(self._member, path.split("."), owner.module)
+            if isinstance(base_class, _Class) and (found := self._of_class(base_class, name)) is not None:
                 return found
         return None
 

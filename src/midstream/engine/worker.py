@@ -290,18 +290,18 @@ class Worker(PlatformWorker):
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if each and self._stages is not None and not mode.has_piecewise_cudagraphs():
             return None
-        kept = tables.programs.graph_values(point for at in each for point in at.inputs)
+        values = tables.programs.graph_values(point for at in each for point in at.inputs)
         for at in sorted((at for at in each if at.point in tables.index), key=lambda at: at.turn):
-            here = programs.setdefault(tables.index[at.point], {})
-            here.setdefault(at.what, []).append(tables.programs.recorded(at, kept))
+            of_point = programs.setdefault(tables.index[at.point], {})
+            of_point.setdefault(at.what, []).append(tables.programs.recorded(at, values))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             if point in points:
-                tables.edit_recorded(point, hidden, residual, programs.get(point, {}), kept)
+                tables.edit_recorded(point, hidden, residual, programs.get(point, {}), values)
 
         def warm_up(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-            if tables.points[point] in kept.points:
-                kept.make_room(tables.points[point], flat(hidden))
+            if tables.points[point] in values.points:
+                values.make_room(tables.points[point], flat(hidden))
             for one in chain.from_iterable(programs.get(point, {}).values()):
                 one.warm_up(flat(hidden))
 
@@ -419,8 +419,10 @@ class Worker(PlatformWorker):
     def _refusals(self, rows: FiniteCheck) -> dict[str, str]:
         """The requests whose values are not finite: request id -> why it ends."""
         broken = rows.not_finite()
-        told = {name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()}
-        return {name: text for name, text in told.items() if text is not None}
+        reasons = {
+            name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()
+        }
+        return {name: text for name, text in reasons.items() if text is not None}
 
     # Called by the client through `collective_rpc`.
 

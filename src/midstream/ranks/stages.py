@@ -162,8 +162,8 @@ class Stages(Stage):
             self.link.refuse(body, number, StageFailedError(text))
             raise
         with torch.inference_mode(False):
-            kept = map_tensors(found, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
-        self.link.publish(body, number, kept, place=key)
+            copies = map_tensors(found, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
+        self.link.publish(body, number, copies, place=key)
         return found
 
     def silence(self, body: str, failure: BaseException | None) -> None:

@@ -185,11 +185,11 @@ class _Search:
 
     def _look(self, kind: Kind, call: Call) -> None:
         leaves = call.inputs if kind == "input" else call.returned
-        told = self._by_class(kind, call)
+        by_class = self._by_class(kind, call)
         found = self.layouts[call.path, kind] = {}
         for leaf in leaves:
-            layout = told[leaf.ref] if leaf.ref in told else self._by_memory(leaf)
-            if layout is None and leaf.ref not in told and kind == "output":
+            layout = by_class[leaf.ref] if leaf.ref in by_class else self._by_memory(leaf)
+            if layout is None and leaf.ref not in by_class and kind == "output":
                 layout = self._by_shape(call, leaf, found)
             if layout is not None and (isinstance(layout, Summands) or layout.part == self._width(leaf)):
                 found[leaf.ref] = layout

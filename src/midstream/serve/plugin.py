@@ -342,8 +342,8 @@ def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) 
 
 
 def _is_admin(request: Request) -> bool:
-    wanted, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
-    return bool(wanted) and secrets.compare_digest(wanted.encode(), given.encode())
+    expected, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
+    return bool(expected) and secrets.compare_digest(expected.encode(), given.encode())
 
 
 @router.get("/plan")

@@ -71,8 +71,8 @@ class SweepRequest:
             raise _refused("sites", sites, "one site, or a list of different sites")
         for site in each:
             if site not in LAYER_SITES:
-                there = hook_hint(str(site)) or nearest(str(site), LAYER_SITES)
-                raise PlanError(f"sites has {site!r}: {there}", field="sites")
+                hint = hook_hint(str(site)) or nearest(str(site), LAYER_SITES)
+                raise PlanError(f"sites has {site!r}: {hint}", field="sites")
         if not callable(metric):
             _one_of("metric", metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
         _one_of("source", source, SOURCES)
@@ -181,8 +181,8 @@ def _found(entry: Any, base: Tokens, other: Tokens | None, alignment: list[int |
         except PlanError:
             if other is None:
                 raise
-            there = set(other.find(span))
-            return [i for i, position in enumerate(alignment) if position in there]
+            in_other = set(other.find(span))
+            return [i for i, position in enumerate(alignment) if position in in_other]
     if type(entry) is not int or not -len(base.ids) <= entry < len(base.ids):
         allowed = f"from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text in it"
         raise PlanError(f"positions has {fields.shown(entry)}. Allowed: {allowed}.", field="positions")
@@ -195,10 +195,10 @@ def _column(
     positions: list[list[int] | None] = []
     sources: list[list[int] | None] = []
     for group, alignment in zip(groups, alignments, strict=True):
-        there = [source for position in group if (source := alignment[position]) is not None]
-        is_aligned = bool(group) and len(there) == len(group)
+        counterparts = [source for position in group if (source := alignment[position]) is not None]
+        is_aligned = bool(group) and len(counterparts) == len(group)
         positions.append(list(group) if is_aligned else None)
-        sources.append(there if is_aligned else None)
+        sources.append(counterparts if is_aligned else None)
     texts = {"".join(base.texts[i] for i in group) for base, group in zip(bases, groups, strict=True)}
     if label is None:
         label = texts.pop() if len(texts) == 1 else ", ".join(map(str, groups[0]))
