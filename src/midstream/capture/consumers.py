@@ -15,14 +15,14 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from midstream.capture.rows import Rows
+from midstream.capture.rows import Rows, Selected
 from midstream.errors import CaptureError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
@@ -195,14 +195,26 @@ class Delivery:
     """The delivery of one request's rows to one consumer.
 
     Attributes:
+        selected: the planes and rows that the consumer gets.
+        seen: the planes of which rows have come.
+        empty: `Rows` without rows, for planes of which none have come.
         error: why the consumer did not get all rows.
         begun: the consumer's `begin` has returned.
         done: the consumer has all rows, or gets no more; `wait` returns.
     """
 
-    def __init__(self, info: CaptureInfo, report: Callable[[CaptureError], None] | None) -> None:
-        self.info = info
+    def __init__(
+        self,
+        thread: ConsumerThread,
+        info: CaptureInfo,
+        selected: Selected,
+        report: Callable[[CaptureError], None] | None,
+    ) -> None:
+        self.thread, self.selected = thread, selected
+        self.info = replace(info, planes=tuple(selected))
         self.report = report  # called with the error
+        self.seen: set[Key] = set()
+        self.empty: dict[Key, Rows] = {}
         self.error: CaptureError | None = None
         self.begun = self.done = False
 
@@ -257,9 +269,11 @@ class ConsumerThread:
     def blocked_seconds(self) -> float:
         return self._queue.blocked_seconds
 
-    def open(self, info: CaptureInfo, report: Callable[[CaptureError], None] | None = None) -> Delivery | None:
+    def open(
+        self, info: CaptureInfo, selected: Selected, report: Callable[[CaptureError], None] | None = None
+    ) -> Delivery | None:
         """A request begins. None if the thread is closed."""
-        delivery = Delivery(info, report)
+        delivery = Delivery(self, info, selected, report)
         with self._changed:
             if self.closed:
                 return None

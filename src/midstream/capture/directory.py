@@ -112,7 +112,7 @@ class DirectorySink:
 
     def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._directory, self._shard_bytes = Path(directory), shard_bytes
-        self.writer = _new_name()
+        self.writer = _new_writer_name()
         self._open: dict[str, _BufferedRequest] = {}
         self._ended: list[_BufferedRequest] = []
         self._size = self._shards = 0
@@ -140,7 +140,7 @@ class DirectorySink:
 
     def begin(self, info: CaptureInfo) -> None:
         if not self._open and not self._ended and self._is_removed:  # for example by a notebook: start again
-            self.writer = _new_name()
+            self.writer = _new_writer_name()
             old, self._index = self._index, self._new_index()
             os.close(old)
         self._open[info.request_id] = _BufferedRequest(info)
@@ -217,8 +217,7 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname())
 
 
-def _new_name() -> str:
-    """A unique name of a writer."""
+def _new_writer_name() -> str:
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
     return f"{started}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from midstream.capture.rows import (
     Captured,
     Routes,
     Rows,
-    Selected,
     cast_rows,
     concatenate_rows,
     destination_key,
@@ -50,7 +48,7 @@ from midstream.capture.rows import (
     rows_where,
 )
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key, Planes
+from midstream.plan.captures import Planes
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in chunks up to this size
@@ -72,17 +70,6 @@ def destination(to: Any) -> Destination:
     return Destination(key, f"callable {name}", lambda: CallableSink(to), CALLABLE_IDLE)
 
 
-@dataclass
-class _OpenRoute:
-    """An open delivery to one consumer, and the rows that it gets."""
-
-    thread: ConsumerThread
-    delivery: Delivery
-    selected: Selected
-    seen: set[Key] = field(default_factory=set)  # planes of which rows have come
-    empty: dict[Key, Rows] = field(default_factory=dict)  # no rows, for planes of which none have come
-
-
 class Sinks:
     """The consumers of an engine, each made when its first request begins. Any thread may call.
 
@@ -99,20 +86,19 @@ class Sinks:
         self._blocked_before = 0.0  # seconds, by consumers that were closed
         self._closed = False
 
-    def begin(self, capture: RequestCapture, info: CaptureInfo, routes: Routes) -> list[_OpenRoute]:
+    def begin(self, capture: RequestCapture, info: CaptureInfo, routes: Routes) -> list[Delivery]:
         """Open a delivery to each consumer of a request. Raises CaptureError, and opens none, if a consumer is unknown."""
         targets = [(destination(to), selected) for to, selected in routes]
         with self._lock:
             if self._closed:
                 raise CaptureError(f"the capture of request {info.request_id!r} cannot begin: the engine is closed")
-            open_routes = []
+            deliveries = []
             for target, selected in targets:
-                own_info = replace(info, planes=tuple(selected))
-                while (delivery := self._thread(target).open(own_info, capture.report)) is None:
+                while (delivery := self._thread(target).open(info, selected, capture.report)) is None:
                     pass  # its idle thread has just ended
-                open_routes.append(_OpenRoute(self._threads[target.key], delivery, selected))
+                deliveries.append(delivery)
             self._open.add(capture)
-            return open_routes
+            return deliveries
 
     def forget(self, capture: RequestCapture) -> None:
         """The request is over."""
@@ -188,8 +174,8 @@ class RequestCapture:
         self._arrived: list[tuple[np.ndarray, Planes]] = []  # to find rows that came twice or not at all
         self._error: Exception | None = None
         self._ended = not others
-        self._open_routes = sinks.begin(self, info, tuple(others)) if others else []
-        if self._open_routes and empty is not None:
+        self._deliveries = sinks.begin(self, info, tuple(others)) if others else []
+        if self._deliveries and empty is not None:
             self._take(empty())
 
     @property
@@ -220,10 +206,10 @@ class RequestCapture:
                 self.report(error)
         self._error = error
         self._held, self._arrived = [], []
-        for route in self._open_routes:
-            if error is None and (empty := route.empty.keys() - route.seen):
-                route.thread.give(route.delivery, [route.empty[key] for key in route.selected if key in empty])
-            route.thread.end(route.delivery, error)
+        for delivery in self._deliveries:
+            if error is None and (empty := delivery.empty.keys() - delivery.seen):
+                delivery.thread.give(delivery, [delivery.empty[key] for key in delivery.selected if key in empty])
+            delivery.thread.end(delivery, error)
         if self.report is not None:
             self._sinks.forget(self)
 
@@ -233,7 +219,7 @@ class RequestCapture:
         Raises CaptureError if rows are missing, or if a consumer failed the request; its cause is the consumer's exception.
         """
         self.end(stop)
-        waited = [route.thread.wait(route.delivery) for route in self._open_routes]
+        waited = [delivery.thread.wait(delivery) for delivery in self._deliveries]
         self._sinks.forget(self)
         errors = [error for error in (self._error, *waited) if error is not None]
         if errors:
@@ -272,21 +258,21 @@ class RequestCapture:
         if not confirmed.all():
             self._held.append(rows.take(rows_where(~confirmed)))
             rows = rows.take(rows_where(confirmed))
-        for route in sorted(self._open_routes, key=lambda route: route.thread.full):  # full queues last
-            if route.delivery.error is not None:
+        for delivery in sorted(self._deliveries, key=lambda delivery: delivery.thread.full):  # full queues last
+            if delivery.error is not None:
                 continue
             try:
-                planes = _by_plane(rows, route)
+                planes = _by_plane(rows, delivery)
             except CaptureError as error:  # a number that the capture's dtype cannot hold
                 return self.end(error=error)
             if planes:
-                route.thread.give(route.delivery, planes)
+                delivery.thread.give(delivery, planes)
 
     def _row_error(self, stop: int | None) -> CaptureError | None:
         """The error if a row came twice, or if a selected row did not come."""
         try:
-            for route in self._open_routes:
-                find_rows(self.request_id, self._arrived, stop, route.selected)
+            for delivery in self._deliveries:
+                find_rows(self.request_id, self._arrived, stop, delivery.selected)
         except CaptureError as error:
             return error
         return None
@@ -306,12 +292,12 @@ def _joined(chunks: list[Rows]) -> Iterator[Rows]:
         yield batch[0] if len(batch) == 1 else Rows.joined(batch, concatenate_rows)
 
 
-def _by_plane(rows: Rows, route: _OpenRoute) -> list[Rows]:
-    """The rows for this route, of one plane each. A small part of the rows is copied, so that it does not keep the rest in memory."""
+def _by_plane(rows: Rows, delivery: Delivery) -> list[Rows]:
+    """The rows of a delivery, of one plane each. A small part of the rows is copied, so that it does not keep the rest in memory."""
     chosen: dict[int, Rows] = {}
     found: list[Rows] = []
     for key in rows.planes.by_key:
-        selected = route.selected.get(key)
+        selected = delivery.selected.get(key)
         if selected is None:
             continue
         if id(selected) not in chosen:
@@ -320,9 +306,9 @@ def _by_plane(rows: Rows, route: _OpenRoute) -> list[Rows]:
         plane = Rows.of_plane(key, part.positions, cast_rows(part.plane(key), selected.dtype, plane_name(key)))
         if part.positions.size:
             found.append(plane)
-            route.seen.add(key)
-        elif key not in route.seen:
-            route.empty[key] = plane._replace(block=plane.block.clone())
+            delivery.seen.add(key)
+        elif key not in delivery.seen:
+            delivery.empty[key] = plane._replace(block=plane.block.clone())
     if sum(plane.nbytes for plane in found) * 2 < rows.nbytes:
         return [plane._replace(block=plane.block.clone()) for plane in found]
     return found

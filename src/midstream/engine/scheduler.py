@@ -342,7 +342,6 @@ def _is_unstarted(request: Any) -> bool:
 
 
 def _unstarted_trace(request: Any) -> TraceRequest | None:
-    """The trace of a request that has not started."""
     return TraceRequest.of(request.sampling_params) if _is_unstarted(request) else None
 
 

@@ -379,13 +379,11 @@ class TensorParallel(Peers):
         self._theirs: dict[int, defaultdict[str, deque[str]]] = {peer: defaultdict(deque) for peer in self._peers}
 
     @property
-    def _name(self) -> str:
-        """The name under which notes are published."""
+    def _notes_name(self) -> str:
         return f"step {self._steps}"
 
     @property
-    def _turns(self) -> str:
-        """The name under which decisions are published."""
+    def _decisions_name(self) -> str:
         return f"turns of step {self._steps}"
 
     def begin_step(self) -> None:
@@ -395,8 +393,8 @@ class TensorParallel(Peers):
 
     def rest(self) -> None:
         if self._open:
-            self._link.end(self._name, _OVER)
-            self._link.end(self._turns, _OVER)
+            self._link.end(self._notes_name, _OVER)
+            self._link.end(self._decisions_name, _OVER)
         self._begin()
 
     def note(self, body: str, *what: Any) -> None:
@@ -406,7 +404,7 @@ class TensorParallel(Peers):
 
     def show(self) -> None:
         if self._unpublished and self._open:
-            self._link.publish(self._name, self._published, self._unpublished)
+            self._link.publish(self._notes_name, self._published, self._unpublished)
             self._published += 1
             self._unpublished = []
 
@@ -430,7 +428,7 @@ class TensorParallel(Peers):
         notes = self._theirs[peer]
         while not notes[body]:
             missing = range(self._received[peer], max(self._published, self._received[peer] + 1))
-            for fetch in [self._link.fetch(peer, self._name, number) for number in missing]:
+            for fetch in [self._link.fetch(peer, self._notes_name, number) for number in missing]:
                 try:
                     shown = fetch.wait()
                 except MidstreamError:
@@ -445,17 +443,19 @@ class TensorParallel(Peers):
     def decide(self, choose: Callable[[], list[str]]) -> list[str]:
         number, self._decisions = self._decisions, self._decisions + 1
         if self._link.rank != 0:
-            return list(self._link.fetch(0, self._turns, number).wait())
+            return list(self._link.fetch(0, self._decisions_name, number).wait())
         names = choose()
-        self._link.publish(self._turns, number, names)
+        self._link.publish(self._decisions_name, number, names)
         return names
 
     def end_step(self, bodies: Iterable[str]) -> Mapping[str, MidstreamError]:
         self.show()
         names = list(bodies)
         digests = {name: hashlib.blake2b("\n".join(self._notes[name]).encode()).digest() for name in names}
-        self._link.publish(self._turns, self._decisions, digests)
-        for peer, fetch in [(peer, self._link.fetch(peer, self._turns, self._decisions)) for peer in self._peers]:
+        self._link.publish(self._decisions_name, self._decisions, digests)
+        for peer, fetch in [
+            (peer, self._link.fetch(peer, self._decisions_name, self._decisions)) for peer in self._peers
+        ]:
             theirs = fetch.wait()
             for name in names:
                 if theirs.get(name) != digests[name] and name not in self._diverged:

@@ -446,7 +446,7 @@ class Remote(DescribedModel):
     ) -> RecordedRun:
         """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
         asked = {
-            "prompt": self._sent(prompt),
+            "prompt": self._prompt_data(prompt),
             "sites": sites,
             "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
             "positions": _positions(positions),
@@ -472,17 +472,17 @@ class Remote(DescribedModel):
         given |= {
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
-            "clean": list(map(self._sent, prompts_of(clean)[0])),
-            "corrupt": None if corrupt is None else list(map(self._sent, prompts_of(corrupt)[0])),
+            "clean": list(map(self._prompt_data, prompts_of(clean)[0])),
+            "corrupt": None if corrupt is None else list(map(self._prompt_data, prompts_of(corrupt)[0])),
             "answer": answer,
             "foil": foil,
             "sites": list(asked.sites),
-            "positions": _places(asked.positions),
+            "positions": _sweep_positions(asked.positions),
             "metric": metric,
         }
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 
-    def _sent(self, prompt: Prompt) -> str | list[int]:
+    def _prompt_data(self, prompt: Prompt) -> str | list[int]:
         """The prompt in the form for the server."""
         return prompt if isinstance(prompt, str) else encode(prompt, lambda: self.tokenizer)
 
@@ -491,7 +491,7 @@ class Remote(DescribedModel):
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> OutputStream:
-        invokes = [replace(invoke, prompt=self._sent(invoke.prompt)) for invoke in self._with_plan(invokes)]
+        invokes = [replace(invoke, prompt=self._prompt_data(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         forwarders = [self._forwarders(part) for part in parts]
@@ -646,21 +646,20 @@ def _listed(given: Any) -> Any:
     return given if given is None or isinstance(given, str) else [given] if isinstance(given, int) else list(given)
 
 
-def _places(positions: Any) -> Any:
-    """The positions of a sweep."""
+def _sweep_positions(positions: Any) -> Any:
     if isinstance(positions, Span):
         return [_positions(positions)]
     if isinstance(positions, dict):
         return {
-            name: _places(entry) if isinstance(entry, (list, tuple)) else _place(entry)
+            name: _sweep_positions(entry) if isinstance(entry, (list, tuple)) else _sweep_position(entry)
             for name, entry in positions.items()
         }
     if isinstance(positions, (list, tuple, range)):
-        return [_place(entry) for entry in positions]
+        return [_sweep_position(entry) for entry in positions]
     return positions if positions in ("all", "together") else [positions]
 
 
-def _place(entry: Any) -> Any:
+def _sweep_position(entry: Any) -> Any:
     return _positions(entry) if isinstance(entry, Span) else entry
 
 

@@ -104,8 +104,8 @@ class SweepRun:
         if self._corrupt is not None and len(self._corrupt) != len(self._clean):
             text = f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}."
             raise PromptError(text, field="corrupt")
-        self._answer = _each("answer", answer, len(self._clean))
-        self._foil = [None] * len(self._clean) if foil is None else _each("foil", foil, len(self._clean))
+        self._answer = _one_per_pair("answer", answer, len(self._clean))
+        self._foil = [None] * len(self._clean) if foil is None else _one_per_pair("foil", foil, len(self._clean))
         if foil is None and asked.metric == "logit_diff":
             raise PromptError(
                 'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".',
@@ -480,7 +480,6 @@ class SweepRun:
 
 
 def _noise_runs(cells: int) -> int:
-    """The number of noise runs among so many cells."""
     return min(_BASELINES + _IDENTITIES, cells)
 
 
@@ -524,8 +523,7 @@ def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     return [position for position, source in enumerate(way) if source is None]
 
 
-def _each(name: str, given: Any, pairs: int) -> list[Any]:
-    """One token for each pair."""
+def _one_per_pair(name: str, given: Any, pairs: int) -> list[Any]:
     each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
     if len(each) != pairs:
         raise PromptError(
