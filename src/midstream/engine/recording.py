@@ -38,7 +38,7 @@ from midstream.engine.plugin import Replacement
 _log = logging.getLogger(__name__)
 
 Acting = frozenset[Hashable]  # the sites and programs that act in a step: names of sites, and `InGraph`s
-Key = tuple[Acting, str, Hashable]  # the sites that act, the name of a CUDAGraphMode, and the batch's descriptor
+GraphKey = tuple[Acting, str, Hashable]  # the sites that act, the name of a CUDAGraphMode, and the batch's descriptor
 AnyFunction = Callable[..., Any]
 ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
 NOTHING: Acting = frozenset()
@@ -229,11 +229,11 @@ class ActingGraphs:
         self._limit, self._kernel, self._acts, self._record = limit, kernel, acts, record
         self._full, self._piecewise = full, piecewise
         self._sets: dict[Acting, SetOfGraphs] = {}
-        self._recorded: OrderedDict[Key, set[tuple[Any, Any]]] = OrderedDict()  # the least recently used first
-        self._missed: OrderedDict[Key, int] = OrderedDict()  # how many steps ran without the graph
-        self._patience: dict[Key, int] = {}  # of batches whose graph was dropped before
-        self._due: list[Key] = []
-        self._impossible: set[Key] = set()
+        self._recorded: OrderedDict[GraphKey, set[tuple[Any, Any]]] = OrderedDict()  # the least recently used first
+        self._missed: OrderedDict[GraphKey, int] = OrderedDict()  # how many steps ran without the graph
+        self._patience: dict[GraphKey, int] = {}  # of batches whose graph was dropped before
+        self._due: list[GraphKey] = []
+        self._impossible: set[GraphKey] = set()
         self._used: Acting = NOTHING
         self._has_missed = False
 
@@ -277,7 +277,7 @@ class ActingGraphs:
                     self._sets[each].switch(on)
             self._used = acting
 
-    def _miss(self, key: Key) -> None:
+    def _miss(self, key: GraphKey) -> None:
         """The step runs without a graph. Only the first graph that it would have used counts; after some such steps it is recorded."""
         if self._has_missed or key in self._impossible or self.bytes_each > self._limit or self.fixed is not None:
             return
@@ -317,7 +317,7 @@ class ActingGraphs:
                 self._drop(next(iter(self._recorded)))
             self._record_one(key)
 
-    def _record_one(self, key: Key) -> None:
+    def _record_one(self, key: GraphKey) -> None:
         acting, kind, descriptor = key
         graphs = self._sets.setdefault(acting, SetOfGraphs())
         before = graphs.held()
@@ -366,7 +366,7 @@ class ActingGraphs:
                 SiteOp.edit = None
                 self._use(NOTHING)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: GraphKey) -> None:
         """Forget a graph. It is recorded again only after twice as many misses: more batches take turns than there is room for."""
         self._sets[key[0]].drop(self._recorded.pop(key))
         if len(self._patience) < _REMEMBERED:

@@ -117,8 +117,8 @@ class Summands:
         return full_tW if rank == 0 else torch.zeros_like(full_tW)
 
 
-Layout = Shards | Summands
-Layouts = dict[tuple[str, Kind], dict[Ref, Layout]]
+ShardLayout = Shards | Summands
+ShardLayouts = dict[tuple[str, Kind], dict[Ref, ShardLayout]]
 _OVER = "The step is over."
 _EXPERTS = ("FusedMoE", "MoERunner")  # vLLM's classes for a mixture of experts
 
@@ -139,11 +139,11 @@ class Finder(ShardFinder):
         """Replace attention's output, which is zero in a dummy run: a sum of zeros over the ranks would look like its summands."""
         return {path: _ramp for path, module in modules.items() if is_a(module, "Attention", "MLAAttention")}
 
-    def find(self, probe: Probe) -> Layouts:
+    def find(self, probe: Probe) -> ShardLayouts:
         """The layouts on which all ranks agree."""
         found = _Search(probe, self.size).run()
         ranks = self._exchange((found.layouts, found.digests))
-        agreed: Layouts = {}
+        agreed: ShardLayouts = {}
         for place, leaves in found.layouts.items():
             for ref, layout in leaves.items():
                 everywhere = all(layouts.get(place, {}).get(ref) == layout for layouts, _ in ranks)
@@ -166,9 +166,9 @@ def _returns_summands(module: nn.Module) -> bool:
 class _Search:
     def __init__(self, probe: Probe, size: int) -> None:
         self.probe, self.size = probe, size
-        self.layouts: Layouts = {}
+        self.layouts: ShardLayouts = {}
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
-        self._known: list[tuple[Leaf, Layout]] = []
+        self._known: list[tuple[Leaf, ShardLayout]] = []
         self._from_experts: set[bytes] = set()  # digests of experts' output
         self._modules = {call.path: call.module for call in probe.calls}
         linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
@@ -212,7 +212,7 @@ class _Search:
         """Elements of one token."""
         return leaf.tensor.numel() if len(leaf.shape) == 1 else leaf.tensor.numel() // max(self._tokens, 1)
 
-    def _by_class(self, kind: Kind, call: Call) -> dict[Ref, Layout | None]:
+    def _by_class(self, kind: Kind, call: Call) -> dict[Ref, ShardLayout | None]:
         """The layouts that follow from the module's class; None for a full tensor."""
         module, leaves = call.module, _floating(call.inputs if kind == "input" else call.returned)
         if is_a(module, "Attention"):
@@ -236,7 +236,7 @@ class _Search:
         later = [Segment(int(width), replicas) for width in widths[1:]]
         return Shards((Segment(int(widths[0])), *later), self.size)
 
-    def _of_output(self, module: Any) -> Layout | None:
+    def _of_output(self, module: Any) -> ShardLayout | None:
         if not self._is_split(module):
             return None
         if _returns_summands(module):
@@ -248,7 +248,7 @@ class _Search:
             return None
         return self._shards(*widths, replicas=getattr(module, "num_kv_head_replicas", 1))
 
-    def _attention(self, kind: Kind, call: Call, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
+    def _attention(self, kind: Kind, call: Call, leaves: list[Leaf]) -> dict[Ref, ShardLayout | None]:
         """The layouts of queries, keys and values."""
         module: Any = call.module
         siblings = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
@@ -269,18 +269,18 @@ class _Search:
             for leaf, (width, copies) in zip(leaves, widths, strict=False)
         }
 
-    def _by_memory(self, leaf: Leaf) -> Layout | None:
+    def _by_memory(self, leaf: Leaf) -> ShardLayout | None:
         """The layout of the known leaf that this leaf equals, or whose columns contain it."""
         for known, layout in reversed(self._known):
             if isinstance(layout, Shards):
-                found: Layout | None = self._columns(leaf, known, layout)
+                found: ShardLayout | None = self._columns(leaf, known, layout)
             else:
                 found = layout if leaf.same(known) else None
             if found is not None:
                 return found
         return None
 
-    def _columns(self, leaf: Leaf, known: Leaf, layout: Shards) -> Layout | None:
+    def _columns(self, leaf: Leaf, known: Leaf, layout: Shards) -> ShardLayout | None:
         if known.tensor.untyped_storage().data_ptr() != leaf.tensor.untyped_storage().data_ptr():
             return None
         first = int(leaf.tensor.storage_offset() - known.tensor.storage_offset())
@@ -292,7 +292,7 @@ class _Search:
         axis = 1 if leaf.shape[0] == 1 and len(leaf.shape) > 1 and leaf.shape[1] == self._tokens else 0
         return leaf.tensor.stride(axis)
 
-    def _by_shape(self, call: Call, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
+    def _by_shape(self, call: Call, leaf: Leaf, found: Mapping[Ref, ShardLayout]) -> ShardLayout | None:
         """The layout of an input, for a module without children that returns its shape, or half of it as gated activations do.
 
         Only for shards: the function may be nonlinear, so summands cannot be passed through it.
@@ -327,8 +327,10 @@ class TensorParallel(Peers):
 
     several = True
 
-    def __init__(self, layouts: Layouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
-        self._layouts: dict[Key, dict[Ref, Layout]] = {(path, kind): each for (path, kind), each in layouts.items()}
+    def __init__(self, layouts: ShardLayouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
+        self._layouts: dict[Key, dict[Ref, ShardLayout]] = {
+            (path, kind): each for (path, kind), each in layouts.items()
+        }
         self._gather = gather
         self._link = link
         self._peers = [peer for peer in range(link.size) if peer != link.rank]
@@ -341,7 +343,7 @@ class TensorParallel(Peers):
 
     # Full tensors.
 
-    def _shard(self, layout: Layout) -> Shard:
+    def _shard(self, layout: ShardLayout) -> Shard:
         def join(part: torch.Tensor, lead: int) -> torch.Tensor:
             return layout.join(self._gather(part.contiguous()), lead)
 
