@@ -4,7 +4,7 @@
     midstream compare --help      # vLLM against transformers, accessor by accessor
     midstream serve MODEL         # vLLM's OpenAI server, with plans in its requests
     midstream doctor              # whether midstream fits the installed vLLM, or sources of vLLM
-    midstream version             # versions of midstream and of the packages that it runs on
+    midstream version             # versions of midstream, Python, torch, transformers and vLLM
 
 Heavy modules are imported only by the subcommands that need them, so `midstream --help` answers at once.
 """
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, text) in _DELEGATES.items():
         commands.add_parser(name, help=text, add_help=False)
-    commands.add_parser("version", help="versions of midstream and of the packages that it runs on")
+    commands.add_parser("version", help="versions of midstream, Python, torch, transformers and vLLM")
     try:
         if given and given[0] in _DELEGATES:
             return importlib.import_module(_DELEGATES[given[0]][0]).main(given[1:]) or 0

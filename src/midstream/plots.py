@@ -27,7 +27,7 @@ import torch
 from midstream.errors import MidstreamError
 
 _LONGEST_LABEL = 12  # characters
-_WIDEST, _HIGHEST = 14.0, 20.0  # inches: about the size that a notebook shows unscaled
+_WIDEST, _HIGHEST = 14.0, 20.0  # inches: a notebook scales larger figures down
 
 
 @dataclass(frozen=True)

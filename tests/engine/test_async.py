@@ -109,7 +109,7 @@ def test_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive,
 
 
 def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
-    """Seen failing without `Sweeping._let_go`."""
+    """Seen failing without `SweepRun._delete_runs`."""
 
     async def cancelled() -> Any:
         task = asyncio.ensure_future(model.sweep(*[[each] * 20 for each in PAIR[:2]], " Paris", " Rome"))

@@ -247,7 +247,7 @@ def test_a_refused_plan_leaves_those_beside_it_as_they_are(
     stock.collective_rpc("midstream_delete_vectors", args=(["gone"],))
     assert stock.reset_prefix_cache()
     if not holds:
-        monkeypatch.setattr(cache.Taken, "held_from", lambda self, request: None)
+        monkeypatch.setattr(cache.AcceptedPlans, "held_from", lambda self, request: None)
     refused, beside = submit(stock, [prompt, prompt], [gone, [edit]])
     (later,) = submit(stock, [prompt], [[edit]])
     assert refused.outputs[0].finish_reason == "error"

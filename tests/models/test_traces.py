@@ -521,7 +521,7 @@ def test_of_several_prompts_each_invoke_has_its_own_rows_and_only_one_is_edited(
     """Rows of different lengths in one batch, the edited one in the middle.
 
     Seen failing with `FlatRows.start` always 0 (hidden states off by 1850), and with the request ids that are given to
-    `lay_out` reversed (the second prompt has the third's 8 rows).
+    `payload_offsets` reversed (the second prompt has the third's 8 rows).
     """
     with model.trace(temperature=0.0) as tracer:
         with tracer.invoke(MARY):

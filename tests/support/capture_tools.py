@@ -67,7 +67,7 @@ def gather(segments: Sequence[Segment], stop: int, selected: dict[PlaneKey, Sele
             for key, found in there.items()
         }
     name = segments[0].request if segments else "?"
-    return capture_rows.gather(name, [each.chunk for each in segments], stop, selected)
+    return capture_rows.gather_captures(name, [each.chunk for each in segments], stop, selected)
 
 
 class Sinks(capture_sinks.Sinks):

@@ -35,7 +35,7 @@ def _call_nodes_hosts() -> None:
 
         return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "the client's"
 
-    wire.machine = machine
+    wire.machine_name = machine
 
 
 def __getattr__(name: str) -> Any:

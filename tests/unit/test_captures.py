@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 from limits import examples
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import converted, routes
+from midstream.capture.rows import cast_rows, routes
 from midstream.errors import CaptureError, MidstreamError, NotCapturedError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
 
@@ -217,9 +217,9 @@ def test_one_piece_is_not_copied_and_more_are_let_go():
     captured = gather([whole], 4)
     assert captured["mlp_out", 2].data_ptr() == whole.rows[:, 3:].data_ptr()
     captured = gather(cut(whole, [[0, 1], [2, 3]]), 4)
-    assert len(captured._pieces) == 2
+    assert len(captured._chunks) == 2
     assert [captured[key].shape for key in captured] == [(4, 3), (4, 5)]
-    assert captured._pieces == ()
+    assert captured._chunks == ()
 
 
 def test_dropped_captures_are_freed_at_once():
@@ -784,6 +784,6 @@ def test_wrong_options_fail_the_request(installed, options):
 
 def test_an_infinite_number_does_not_hide_another_that_is_too_large() -> None:
     infinite = torch.tensor([[float("inf"), 1.0]])
-    assert torch.equal(converted(infinite, "float16", "it"), infinite.half())
+    assert torch.equal(cast_rows(infinite, "float16", "it"), infinite.half())
     with pytest.raises(CaptureError, match=r"it: 1e\+06 is too large for float16"):
-        converted(torch.tensor([[float("inf"), 1e6]]), "float16", "it")
+        cast_rows(torch.tensor([[float("inf"), 1e6]]), "float16", "it")

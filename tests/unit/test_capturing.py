@@ -22,7 +22,7 @@ from midstream.requests.invokes import InvokeResult, PreparedPlan
 from midstream.trace.outcome import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.transport.wire import Header
+from midstream.transport.wire import ResultHeader
 from midstream.vllm import stream
 from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineRequest
@@ -59,7 +59,7 @@ class Channel:
             layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
             each = [(np.array([position]), layout, rows, i) for i, position in enumerate(positions)]
-            header = Header(self.receivers[number].key, f"r{number}", final, stage)
+            header = ResultHeader(self.receivers[number].key, f"r{number}", final, stage)
             messages.append((header, {"rows": each, "error": None}))
         self.senders[stage].send_together(messages)
 
@@ -187,7 +187,7 @@ def test_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(channel:
         return Outcome({"return": len(ran)})
 
     for each in here.receivers:
-        each.here = code
+        each.trace_ending = code
 
     async def run() -> None:
         first, second, third = (Running(here, number, is_async) for number in range(3))

@@ -17,8 +17,8 @@ from limits import examples
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError
-from midstream.transport.codec import Stream, pack
-from midstream.transport.wire import Reader, pieces
+from midstream.transport.codec import SentTensors, pack
+from midstream.transport.wire import MessageReader, message_chunks
 
 numbers = (
     st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats(allow_nan=False) | st.text(max_size=9)
@@ -38,12 +38,12 @@ values = st.recursive(
 )
 
 
-def written(value: Any, stream: Stream) -> bytes:
-    return b"".join(pieces(pack(value, stream, as_data=True)))
+def written(value: Any, stream: SentTensors) -> bytes:
+    return b"".join(message_chunks(pack(value, stream, as_data=True)))
 
 
 def through(*sent: Any, size: int = 1 << 20) -> list[Any]:
-    stream, reader = Stream(), Reader()
+    stream, reader = SentTensors(), MessageReader()
     data = b"".join(written(value, stream) for value in sent)
     return [value for i in range(0, len(data), size) for value in reader.feed(data[i : i + size])]
 
@@ -66,7 +66,7 @@ def test_tensors_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None
 
 
 def test_a_tensor_travels_once_unless_it_has_changed() -> None:
-    large, stream, reader = torch.zeros(100_000), Stream(), Reader()
+    large, stream, reader = torch.zeros(100_000), SentTensors(), MessageReader()
     sizes = []
     for i in range(3):
         data = written([large, i], stream)
@@ -168,8 +168,8 @@ def test_nothing_but_messages_is_read() -> None:
         headed([[[[], [], 9001, 0]], None]) + b"\x91" * 9000 + b"\x01",
     ):
         with pytest.raises(ChannelError):
-            list(Reader().feed(data))
-    (found,) = Reader().feed(message(["error", "os", "exec", "text", None, ["list"]]))
+            list(MessageReader().feed(data))
+    (found,) = MessageReader().feed(message(["error", "os", "exec", "text", None, ["list"]]))
     assert type(found) is MidstreamError
     for tree in (
         ["dtype", "load"],
@@ -179,4 +179,4 @@ def test_nothing_but_messages_is_read() -> None:
         ["ellipsis", 1],
     ):
         with pytest.raises(ChannelError):
-            list(Reader().feed(message(tree)))
+            list(MessageReader().feed(message(tree)))

@@ -15,7 +15,7 @@ from torch import nn
 
 from midstream.arch.probe import Plant, Probe, record
 from midstream.errors import DivergedError, NeverReachedError
-from midstream.ranks.tensor import Finder, Layout, Layouts, Segment, Shards, Summands, TensorParallel
+from midstream.ranks.tensor import Finder, Segment, ShardLayout, ShardLayouts, Shards, Summands, TensorParallel
 from midstream.sites import Binding
 from midstream.trace.body import Randomness
 from midstream.trace.forward import SourceHooks
@@ -168,7 +168,7 @@ class Block(nn.Module):
 
 def layouts_in(
     block: nn.Module, exchange: Callable[[Any], list[Any]], width: int = 8, plant: Mapping[str, Plant] | None = None
-) -> Layouts:
+) -> ShardLayouts:
     """The layouts found in a model that is this block. `plant`: values that `detect` plants besides those of the finder."""
     outer = nn.ModuleDict({"block": block})
     outer.forward = lambda x: block(x)  # type: ignore[method-assign]
@@ -178,13 +178,13 @@ def layouts_in(
 
 
 @pytest.fixture(scope="module")
-def found() -> Layouts:
+def found() -> ShardLayouts:
     torch.manual_seed(0)
     return layouts_in(Block(), lambda mine: [mine, mine])
 
 
 Q, KV = heads(((2, 1),), 2), heads(((1, 2),), 2)
-EXPECTED: dict[tuple[str, str], dict[Any, Layout]] = {
+EXPECTED: dict[tuple[str, str], dict[Any, ShardLayout]] = {
     ("qkv_proj", "output"): {(0,): heads(((2, 1), (1, 2), (1, 2)), 2)},
     ("q_norm", "input"): {(0, 0): Q},
     ("q_norm", "output"): {(): Q},
@@ -201,7 +201,7 @@ EXPECTED: dict[tuple[str, str], dict[Any, Layout]] = {
 }
 
 
-def test_layouts_are_found_from_classes_memory_and_shapes(found: Layouts) -> None:
+def test_layouts_are_found_from_classes_memory_and_shapes(found: ShardLayouts) -> None:
     """C12: every sharded leaf of a block, and no full or unknown one."""
     inside = {(path.removeprefix("block."), kind): leaves for (path, kind), leaves in found.items()}
     assert {place: leaves for place, leaves in inside.items() if place[0] in {p for p, _ in EXPECTED}} == EXPECTED
@@ -436,7 +436,7 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.gathers = 0
         self.tree: Any = ((named(*QKV[1][rank]),), {})
-        layouts: Layouts = {("proj", "input"): {(0, 0): QKV[0]}}
+        layouts: ShardLayouts = {("proj", "input"): {(0, 0): QKV[0]}}
         link: Any = ThreadLink(Board(), rank, 4)
         self.peers = InAgreement(layouts, self._gather, link)
 

@@ -19,7 +19,7 @@ import torch
 from limits import least
 
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
-from midstream.ranks.link import Held, Link, _Used, _Value
+from midstream.ranks.link import Link, ReadyValue, _Used, _Value
 from midstream.transport import wire
 
 WAIT = 30  # seconds; a shared machine may be slow
@@ -83,7 +83,7 @@ def exchange_over(pipes, rank):
 
 def _run_rank(rank, size, pipe, function, machines):
     if machines:
-        wire.machine = lambda: f"machine {rank}"
+        wire.machine_name = lambda: f"machine {rank}"
     link = Link(rank, exchange_over([pipe] * size, rank), "pipeline", "127.0.0.1")
     try:
         pipe.send(("result", function(link)))
@@ -106,14 +106,14 @@ def processes(function, size=2, machines=False):
     ]
     for process in ranks:
         process.start()
-    before = wire.machine
+    before = wire.machine_name
     if machines:
-        wire.machine = lambda: "machine 0"
+        wire.machine_name = lambda: "machine 0"
     try:
         pipes = [end[0] for end in ends]
         link = Link(0, exchange_over(pipes, 0), "pipeline", "127.0.0.1")
     finally:
-        wire.machine = before
+        wire.machine_name = before
 
     def results():
         assert all(pipe.poll(WAIT) for pipe in pipes[1:])
@@ -529,7 +529,7 @@ def test_a_value_is_not_sent_ahead_to_a_rank_that_has_requested_it(pair):
 def test_a_value_sent_ahead_answers_an_open_fetch(pair):
     """The owner may send the value ahead before the request reaches it."""
     early = pair[1].fetch(0, "a", 3)
-    pair[0]._answer((1, ()), "a", 3, Held(torch.ones(3), {}), "p")
+    pair[0]._answer((1, ()), "a", 3, ReadyValue(torch.ones(3), {}), "p")
     assert_same(wait(early), torch.ones(3))
     assert pair[1].gauges()["sent_ahead"] == 0
     finish(pair, "a")
@@ -675,5 +675,5 @@ def test_device_values_move_to_the_host_while_they_are_sent(pair):
         assert value["x"].dtype == torch.bfloat16 and (value["x"] == number).all()
         assert_same(value["pair"].residual, torch.arange(number + 1))
     assert torch.cuda.memory_allocated() - before < 1 << 20
-    assert all(value.is_pinned() for value in pair[0]._bodies["a"].values[3].held.value["pair"])
+    assert all(value.is_pinned() for value in pair[0]._bodies["a"].values[3].content.value["pair"])
     finish(pair, "a")

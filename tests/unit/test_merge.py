@@ -19,7 +19,7 @@ from limits import examples
 
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.ranks import merge
-from midstream.ranks.merge import Absent, merged_description, merged_outcomes, merged_values
+from midstream.ranks.merge import Absent, merged_description, merged_outcomes
 from midstream.trace.outcome import Failure, Outcome
 from midstream.trace.tracer import Cache, CacheEntry
 
@@ -54,6 +54,12 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Noted):
         return same(vars(a), vars(b))
     return bool(a == b)
+
+
+def merged_values(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """The merged values of stages that got equally far."""
+    (merged,) = merged_outcomes([[Outcome(values)] for values in each])
+    return merged.values
 
 
 # Any splitting of any structure.

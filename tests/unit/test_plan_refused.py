@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from midstream import Capture, Consumer, Steer, demo_model  # noqa: E402
 from midstream.engine.admission import admitted  # noqa: E402
 from midstream.engine.launch import WORKER  # noqa: E402
-from midstream.engine.prefix_cache import Taken  # noqa: E402
+from midstream.engine.prefix_cache import AcceptedPlans  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
@@ -213,13 +213,13 @@ def test_what_is_sure_to_be_taken_is_so_for_this_engine_and_this_use(scheduler: 
     edit = steer()
     assert cached(scheduler, "first", edit) == 0
     again = planned("again", edit)
-    assert scheduler._taken.held_from(again) is None and Taken().held_from(again) == 0
+    assert scheduler._accepted.held_from(again) is None and AcceptedPlans().held_from(again) == 0
     carried = PlanRequest.of(again.sampling_params)
     assert carried is not None
     for other in (structs.replace(carried, record=("id", "run", "")), structs.replace(carried, capture=("id", 0))):
         request = planned("other", edit)
         request.sampling_params.extra_args = other.to_extra_args()
-        assert scheduler._taken.held_from(request) == 0
+        assert scheduler._accepted.held_from(request) == 0
 
 
 def test_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(scheduler: Any) -> None:

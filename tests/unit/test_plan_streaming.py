@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, StreamingUpdate
 
 from midstream import Capture, Plan, Steer
-from midstream.engine.plugin import apply
+from midstream.engine.plugin import apply_replacements
 from midstream.engine.scheduler import MidstreamScheduler
 from midstream.engine.seams import Role
 from midstream.runtime.request import PlanRequest, packed
@@ -23,7 +23,7 @@ BLOCK, LAYERS = 4, 3
 @pytest.fixture(autouse=True, scope="module")
 def keyed():
     init_none_hash(sha256)
-    apply(Role.SCHEDULER)
+    apply_replacements(Role.SCHEDULER)
 
 
 def sampling(plan):

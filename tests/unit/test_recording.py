@@ -1,4 +1,4 @@
-"""Pieces of a forward that are replayed from CUDA graphs: graphs with the plans' edits, and stops where traces wait and plans act.
+"""PiecewiseGraphs of a forward that are replayed from CUDA graphs: graphs with the plans' edits, and stops where traces wait and plans act.
 
 The stand-in for vLLM's wrapper has what matters of a CUDA graph: a replay reads where the recorded run read and writes where that wrote.
 On a GPU, tests/gpu runs plans and traces through the real ones. Row L5.
@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import LayerName
 
 from midstream.engine import recording as module
 from midstream.engine.graphs import SiteOp, _site
-from midstream.engine.recording import ActingGraphs, Kernel, Pieces
+from midstream.engine.recording import ActingGraphs, Kernel, PiecewiseGraphs
 
 CONTEXT = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor="batch", capturing=False)
 
@@ -86,15 +86,15 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 @pytest.fixture
-def pieces(model: Model) -> Pieces:
+def pieces(model: Model) -> PiecewiseGraphs:
     model.run()
-    return Pieces()
+    return PiecewiseGraphs()
 
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("stops", [(0,), (1,), (2,), (0, 2), (0, 1, 2), ()])
 def test_a_trace_is_called_at_its_points_and_what_it_writes_goes_on(
-    model: Model, pieces: Pieces, stops: tuple[int, ...], times: int
+    model: Model, pieces: PiecewiseGraphs, stops: tuple[int, ...], times: int
 ) -> None:
     """Seen failing where the output of a piece that was run was not put where the graph of the next one reads.
 
@@ -113,7 +113,7 @@ def test_a_trace_is_called_at_its_points_and_what_it_writes_goes_on(
     assert model.run(3) == 31 and Wrapper.__call__ is before and SiteOp.seen is None  # and nothing of it stays
 
 
-def test_a_piece_without_a_stop_is_replayed_once_its_points_are_known(model: Model, pieces: Pieces) -> None:
+def test_a_piece_without_a_stop_is_replayed_once_its_points_are_known(model: Model, pieces: PiecewiseGraphs) -> None:
     seen: list[int] = []
     SiteOp.fire = lambda point, hidden, residual: seen.append(point)
     for expected in ([0, 1, 2], [1]):
@@ -123,7 +123,7 @@ def test_a_piece_without_a_stop_is_replayed_once_its_points_are_known(model: Mod
         seen.clear()
 
 
-def test_a_plan_and_a_trace_stop_the_same_step(model: Model, pieces: Pieces) -> None:
+def test_a_plan_and_a_trace_stop_the_same_step(model: Model, pieces: PiecewiseGraphs) -> None:
     """The step that a plan stops ends before the block in which a trace does."""
     before = Wrapper.__call__
     with pieces.stopping_at(lambda point: False):
@@ -144,7 +144,9 @@ def test_a_plan_and_a_trace_stop_the_same_step(model: Model, pieces: Pieces) -> 
     assert model.fired == [] and Wrapper.__call__ is before
 
 
-def test_a_batch_without_graphs_runs_as_it_is(model: Model, pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_graphs_runs_as_it_is(
+    model: Model, pieces: PiecewiseGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CONTEXT, "cudagraph_runtime_mode", CUDAGraphMode.NONE)
     SiteOp.fire = model.fire
     with pieces.stopping_at(lambda point: point == 1):
@@ -170,7 +172,7 @@ class Host:
         self.full = Manager()
         target = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.graphs"
         place = (target, self.full)
-        self.pieces = Pieces()
+        self.pieces = PiecewiseGraphs()
         self.graphs = ActingGraphs(
             limit << 20, self.kernel, lambda point: self.sites[point] in self.graphs.acting, self.record, place,
             self.pieces, **options,
@@ -422,7 +424,7 @@ def test_a_recording_that_records_nothing_has_failed(
     assert not host.held and len(caplog.records) == 1
 
 
-def test_a_block_in_a_block_stops_for_both(model: Model, pieces: Pieces) -> None:
+def test_a_block_in_a_block_stops_for_both(model: Model, pieces: PiecewiseGraphs) -> None:
     before = Wrapper.__call__
     with pieces.stopping_at(lambda point: False):
         model.run()
@@ -437,7 +439,7 @@ def test_a_block_in_a_block_stops_for_both(model: Model, pieces: Pieces) -> None
     assert model.fired == [] and Wrapper.__call__ is before
 
 
-def test_where_a_piece_stops_is_not_known_from_a_run_that_failed(model: Model, pieces: Pieces) -> None:
+def test_where_a_piece_stops_is_not_known_from_a_run_that_failed(model: Model, pieces: PiecewiseGraphs) -> None:
     """Seen failing: the points behind the error were taken for absent, and a trace that waited there was not called."""
 
     def runnable(x: torch.Tensor) -> torch.Tensor:

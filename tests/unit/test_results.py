@@ -43,7 +43,7 @@ DTYPES = [d for d in DTYPES if not re.fullmatch(r"torch\.(q|bits).*", str(d))]
 COPYABLE = [d for d in DTYPES if not re.fullmatch(r"torch\.u?int[1-7]", str(d))]  # torch has no kernels for the others
 
 
-class Header(msgspec.Struct, array_like=True, frozen=True):
+class ResultHeader(msgspec.Struct, array_like=True, frozen=True):
     key: str | tuple[str, int]
     note: Any = None
 
@@ -105,7 +105,7 @@ def disconnect(kept):
 
 def send(kept, make, *args, key=KEY):
     """Send what `make(*args)` gives, here in the worker."""
-    kept["sender"].send(Header(key, "worker"), make(*args))
+    kept["sender"].send(ResultHeader(key, "worker"), make(*args))
 
 
 def stats(kept):
@@ -125,7 +125,7 @@ def worker_process():
 
 @pytest.fixture
 def receiver():
-    with Receiver(host="127.0.0.1", headers=Header) as receiver:
+    with Receiver(host="127.0.0.1", headers=ResultHeader) as receiver:
         yield receiver
 
 
@@ -278,7 +278,7 @@ def test_every_dtype_arrives_bit_for_bit(receiver, worker, rows):
     with receiver.expect(KEY) as box:
         worker.call(send, one_of_each_dtype, rows)
         header, got = box.get(WAIT)
-    assert header == Header(KEY, "worker")
+    assert header == ResultHeader(KEY, "worker")
     assert list(got) == [str(dtype) for dtype in DTYPES]
     for dtype in DTYPES:
         assert_same(got[str(dtype)], filled(dtype, (rows, 64)))
@@ -442,10 +442,10 @@ def failed_copy(*_):
 def test_a_copy_that_fails_is_an_error_value_and_the_channel_goes_on(receiver, monkeypatch, begin):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         monkeypatch.setattr(Copier, "begin", begin)
-        sender.send(Header(KEY), torch.ones(100_000))
+        sender.send(ResultHeader(KEY), torch.ones(100_000))
         assert "ZeroDivisionError" in str(box.get(WAIT)[1])
         monkeypatch.undo()
-        sender.send(Header(KEY), torch.ones(3))
+        sender.send(ResultHeader(KEY), torch.ones(3))
         assert_same(box.get(WAIT)[1], torch.ones(3))
 
 
@@ -483,7 +483,7 @@ def test_a_stream_sends_each_tensor_once(receiver, path, inference):
     with torch.inference_mode(inference), receiver.expect(KEY) as box, linked(receiver, path) as sender:
         for step in range(6):
             saves.append(filled(torch.float32, (200, 100), salt=step) * 1)
-            sender.send(Header(KEY, step), {"saves": saves}, stream="s")
+            sender.send(ResultHeader(KEY, step), {"saves": saves}, stream="s")
             got.append(box.get(WAIT)[1]["saves"])
         sent = sender.stats["bytes"]
         sender.end("s")
@@ -500,7 +500,7 @@ def test_a_stream_sends_tensors_again_that_were_changed_in_place(receiver):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         got = []
         for _ in range(3):
-            sender.send(Header(KEY), total, stream="s")
+            sender.send(ResultHeader(KEY), total, stream="s")
             got.append(box.get(WAIT)[1])
             drained(sender)
             total += 1
@@ -510,7 +510,7 @@ def test_a_stream_sends_tensors_again_that_were_changed_in_place(receiver):
 def test_a_new_tensor_with_the_id_of_a_dead_one_is_sent(receiver):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         for value in range(50):  # each takes the place, and often the id, of the one before
-            sender.send(Header(KEY), torch.full((3,), float(value)), stream="s")
+            sender.send(ResultHeader(KEY), torch.full((3,), float(value)), stream="s")
             assert box.get(WAIT)[1].tolist() == [value] * 3
             drained(sender)
 
@@ -519,12 +519,12 @@ def test_streams_are_independent_and_start_again_after_their_end(receiver):
     h = filled(torch.float32, (100,))
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         for stream in ["a", "b", "a", None]:
-            sender.send(Header(KEY), h, stream=stream)
+            sender.send(ResultHeader(KEY), h, stream=stream)
             assert_same(box.get(WAIT)[1], h)
         before = sender.stats["bytes"]
         sender.end("a")
         sender.end("never begun")
-        sender.send(Header(KEY), h, stream="a")
+        sender.send(ResultHeader(KEY), h, stream="a")
         assert_same(box.get(WAIT)[1], h)
         assert sender.stats["bytes"] - before >= 400
 
@@ -532,9 +532,9 @@ def test_streams_are_independent_and_start_again_after_their_end(receiver):
 def test_a_tensor_whose_message_was_dropped_is_an_error_value_later(receiver):
     h = filled(torch.float32, (100,))
     with linked(receiver) as sender:
-        sender.send(Header("nobody's"), h, stream="s")
+        sender.send(ResultHeader("nobody's"), h, stream="s")
         with receiver.expect(KEY) as box:
-            sender.send(Header(KEY), h, stream="s")
+            sender.send(ResultHeader(KEY), h, stream="s")
             assert isinstance(box.get(WAIT)[1], UnsendableError)
 
 
@@ -548,7 +548,7 @@ def test_a_wrong_key_is_refused_and_the_channel_goes_on(receiver, path):
         Sender(wrong, "stranger")
     assert receiver.connected == [] and receiver.lost == []
     with receiver.expect(KEY) as box, linked(receiver, path) as sender:
-        sender.send(Header(KEY), 1)
+        sender.send(ResultHeader(KEY), 1)
         assert box.get(WAIT)[1] == 1
 
 
@@ -568,7 +568,7 @@ def test_many_strangers_have_few_threads_and_keep_no_worker_out(receiver, path):
             most = max(most, len(midstream_threads()))
         with receiver.expect(KEY) as box, linked(receiver, path, name="late") as late:
             for sender in (early, late):
-                sender.send(Header(KEY), 1)
+                sender.send(ResultHeader(KEY), 1)
                 assert box.get(WAIT)[1] == 1
         assert most - before <= 64 and not receiver.lost
 
@@ -625,7 +625,7 @@ def test_a_remote_worker_needs_the_receivers_host():
 
 
 def test_no_client_is_a_channel_error():
-    receiver = Receiver(host="127.0.0.1", headers=Header)
+    receiver = Receiver(host="127.0.0.1", headers=ResultHeader)
     receiver.close()
     for path in ("unix", "tcp"):
         with pytest.raises(ChannelError, match="reached"):
@@ -647,7 +647,7 @@ def test_send_does_not_wait_for_the_copy_and_snapshots_the_containers(receiver, 
     monkeypatch.setattr(Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         saves = [torch.ones(3)]
-        sender.send(Header(KEY), saves)
+        sender.send(ResultHeader(KEY), saves)
         saves.append(torch.zeros(1))
         assert sender.queued_bytes > 0
         go.set()
@@ -662,7 +662,7 @@ def test_back_pressure_blocks_and_is_counted(receiver, monkeypatch):
 
         def send_three():
             for i in range(3):
-                sender.send(Header(KEY, i), block)
+                sender.send(ResultHeader(KEY, i), block)
 
         thread = threading.Thread(target=send_three)
         thread.start()
@@ -679,7 +679,7 @@ def test_back_pressure_blocks_and_is_counted(receiver, monkeypatch):
 
 def test_a_message_larger_than_the_bound_passes_an_empty_queue(receiver):
     with receiver.expect(KEY) as box, linked(receiver, queue_bytes=1000) as sender:
-        sender.send(Header(KEY), torch.zeros(100_000))
+        sender.send(ResultHeader(KEY), torch.zeros(100_000))
         assert box.get(WAIT)[1].numel() == 100_000
         drained(sender)
         assert sender.stats["blocked_seconds"] == 0
@@ -697,8 +697,8 @@ def test_a_copied_message_is_written_before_the_next_copy_begins(receiver, monke
     monkeypatch.setattr(Copier, "begin", held)
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         with sender._queue.changed:  # both are there when the thread looks
-            sender.send(Header(KEY), torch.ones(1 << 20, dtype=torch.uint8))
-            sender.send(Header(KEY), torch.ones(3 << 20, dtype=torch.uint8))
+            sender.send(ResultHeader(KEY), torch.ones(1 << 20, dtype=torch.uint8))
+            sender.send(ResultHeader(KEY), torch.ones(3 << 20, dtype=torch.uint8))
         assert box.get(5)[1].numel() == 1 << 20
         go.set()
         assert box.get(WAIT)[1].numel() == 3 << 20
@@ -711,17 +711,17 @@ def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
     def broken(*_):
         raise OSError("broken")
 
-    monkeypatch.setattr(wire, "write", broken)
+    monkeypatch.setattr(wire, "send_frame", broken)
     size = (1 << 20) + 12_345  # that no other tensor here has
     with sender._queue.changed:
         for _ in range(3):
-            sender.send(Header(KEY), torch.ones(size, dtype=torch.uint8))
+            sender.send(ResultHeader(KEY), torch.ones(size, dtype=torch.uint8))
     sender._queue.join(WAIT)
     gc.collect()
     assert sender.queued_bytes == 0
     assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() == size]
     with pytest.raises(ChannelClosedError, match="broken"):
-        sender.send(Header(KEY), 1)
+        sender.send(ResultHeader(KEY), 1)
 
 
 def test_send_raises_and_unblocks_when_the_client_has_gone(receiver):
@@ -729,7 +729,7 @@ def test_send_raises_and_unblocks_when_the_client_has_gone(receiver):
     receiver.close()
     with pytest.raises(ChannelClosedError):
         for _ in range(1000):
-            sender.send(Header(KEY), torch.zeros(1 << 20, dtype=torch.uint8))
+            sender.send(ResultHeader(KEY), torch.zeros(1 << 20, dtype=torch.uint8))
     assert sender.queued_bytes == 0
     sender.close()
 
@@ -741,7 +741,7 @@ def test_messages_are_routed_by_key_in_order(receiver):
     with receiver.expect("a") as a, receiver.expect(("b", 1)) as b, linked(receiver) as sender:
         assert receiver.open_mailboxes == 2
         for i in range(20):
-            sender.send(Header(("b", 1) if i % 2 else "a"), i)
+            sender.send(ResultHeader(("b", 1) if i % 2 else "a"), i)
         assert [a.get(WAIT)[1] for _ in range(10)] == list(range(0, 20, 2))
         assert [b.get(WAIT)[1] for _ in range(10)] == list(range(1, 20, 2))
         assert a.get_nowait() is None
@@ -755,15 +755,15 @@ def test_messages_that_are_sent_together_are_routed_one_by_one(receiver):
         with pytest.raises(ChannelError, match="'b' are expected already"):
             receiver.expect("b")
         with receiver.expect("c") as box:
-            sender.send(Header("c"), 0)
-            sender.send_together([(Header(key), (key, torch.full((2,), i))) for i, key in enumerate("abc")])
+            sender.send(ResultHeader("c"), 0)
+            sender.send_together([(ResultHeader(key), (key, torch.full((2,), i))) for i, key in enumerate("abc")])
             assert [box.get(WAIT)[1] for _ in range(1)] == [0]
             assert box.get(WAIT)[1][1].tolist() == [2, 2]
             assert other.get(WAIT)[1][0] == "b" and other.get_nowait() is None
             with pytest.raises(TimeoutError, match="'c'"):
                 box.get(0.01)
         assert receiver.dropped == 1
-        sender.send(Header("c"), 2)
+        sender.send(ResultHeader("c"), 2)
         wait_until(lambda: receiver.dropped == 2)
     assert receiver.open_mailboxes == 0
 
@@ -771,8 +771,8 @@ def test_messages_that_are_sent_together_are_routed_one_by_one(receiver):
 def test_each_reader_of_a_shared_frame_gets_its_error(receiver):
     """The receiving thread goes on."""
     with receiver.expect("a") as a, receiver.expect("b") as b, linked(receiver) as sender:
-        sender.send_together([(Header(key), RaisesWhenRead()) for key in "ab"])
-        sender.send(Header("b"), 1)
+        sender.send_together([(ResultHeader(key), RaisesWhenRead()) for key in "ab"])
+        sender.send(ResultHeader("b"), 1)
         for key, box in (("a", a), ("b", b)):
             header, value = box.get(WAIT)
             assert header.key == key and isinstance(value, UnsendableError) and "not here" in str(value)
@@ -793,18 +793,18 @@ def test_late_results_of_a_closed_mailbox_are_dropped(receiver):
         box = receiver.expect(KEY)
         with pytest.raises(ChannelError, match="expected already"):
             receiver.expect(KEY)
-        sender.send(Header(KEY), 1)
+        sender.send(ResultHeader(KEY), 1)
         assert box.get(WAIT)[1] == 1  # so that only the two others are late
         box.close()
         box.close()
-        sender.send(Header(KEY), torch.zeros(100_000))
-        sender.send(Header(KEY), torch.zeros(3))
+        sender.send(ResultHeader(KEY), torch.zeros(100_000))
+        sender.send(ResultHeader(KEY), torch.zeros(3))
         wait_until(lambda: receiver.dropped >= 2)
         with pytest.raises(ChannelClosedError):
             box.get(WAIT)
         with receiver.expect(KEY) as again:
             assert again.get_nowait() is None
-            sender.send(Header(KEY), 2)
+            sender.send(ResultHeader(KEY), 2)
             assert again.get(WAIT)[1] == 2
 
 
@@ -816,12 +816,12 @@ async def waits_in_asyncio(receiver):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         waiting = asyncio.create_task(box.aget())
         await asyncio.sleep(0.05)
-        sender.send(Header(KEY), torch.ones(2))
+        sender.send(ResultHeader(KEY), torch.ones(2))
         assert (await asyncio.wait_for(waiting, WAIT))[1].tolist() == [1, 1]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(box.aget(), 0.05)
         for i in range(3):
-            sender.send(Header(KEY), i)
+            sender.send(ResultHeader(KEY), i)
         assert [(await box.aget())[1] for _ in range(3)] == [0, 1, 2]
         waiting = asyncio.create_task(box.aget())
         await asyncio.sleep(0.05)
@@ -854,8 +854,8 @@ def test_several_workers_share_a_mailbox(receiver):
     with receiver.expect(KEY) as box, linked(receiver, name="0") as zero, linked(receiver, "tcp", name="1") as one:
         assert receiver.connected == ["0", "1"]
         for i in range(10):
-            zero.send(Header(KEY, 0), i)
-            one.send(Header(KEY, 1), i)
+            zero.send(ResultHeader(KEY, 0), i)
+            one.send(ResultHeader(KEY, 1), i)
         got = [box.get(WAIT) for _ in range(20)]
         for rank in range(2):
             assert [value for header, value in got if header.note == rank] == list(range(10))
@@ -868,7 +868,9 @@ def begin_a_frame(kept, part):
     """Write the beginning of a message after everything that is queued, and stop there."""
     drained(kept["sender"])
     sock, body = kept["sender"]._sock, b"0123456789"
-    head = wire.encode(wire.Frame([wire.Part([msgspec.Raw(wire.encode(Header(KEY)))], [], len(body), 1 << 30)]))
+    head = wire.encode(
+        wire.Frame([wire.MessagePart([msgspec.Raw(wire.encode(ResultHeader(KEY)))], [], len(body), 1 << 30)])
+    )
     frame = struct.pack("<I", len(head)) + head + body
     if part == "descriptor":
         descriptor = os.memfd_create("midstream-results")
@@ -880,7 +882,7 @@ def begin_a_frame(kept, part):
 
 def send_forever(kept):
     while True:
-        kept["sender"].send(Header(KEY), filled(torch.uint8, (8 << 20,)))
+        kept["sender"].send(ResultHeader(KEY), filled(torch.uint8, (8 << 20,)))
 
 
 @pytest.mark.slow
@@ -917,7 +919,7 @@ def test_a_killed_worker_wakes_its_mailboxes_and_leaves_nothing(receiver, worker
 def test_a_worker_that_says_goodbye_is_not_lost(receiver):
     with receiver.expect(KEY, senders=["here"]) as box:
         with linked(receiver) as sender:
-            sender.send(Header(KEY), "last words")
+            sender.send(ResultHeader(KEY), "last words")
         assert box.get(WAIT)[1] == "last words"
         with pytest.raises(ChannelClosedError, match="here"):
             box.get(WAIT)
@@ -962,14 +964,14 @@ def test_memory_is_freed_with_the_last_tensor_and_no_descriptor_stays_open(recei
 def test_closed_ends_leave_no_thread_file_or_mapping():
     files, threads, mapped = open_files(None), midstream_threads(), mappings()  # engines of other tests may be alive
     for path in ("unix", "tcp"):
-        receiver = Receiver(host="127.0.0.1", headers=Header)
+        receiver = Receiver(host="127.0.0.1", headers=ResultHeader)
         box, sender = receiver.expect(KEY), Sender(route(receiver.address, path))
         for size in (10, 100_000, 3 * SLOT_BYTES):
-            sender.send(Header(KEY), torch.zeros(size, dtype=torch.uint8), stream="never ended")
+            sender.send(ResultHeader(KEY), torch.zeros(size, dtype=torch.uint8), stream="never ended")
         sender.close()
         sender.close()
         with pytest.raises(ChannelClosedError):
-            sender.send(Header(KEY), 1)
+            sender.send(ResultHeader(KEY), 1)
         assert [box.get(WAIT)[1].numel() for _ in range(3)] == [10, 100_000, 3 * SLOT_BYTES]
         receiver.close()
         with pytest.raises(ChannelClosedError):
@@ -985,7 +987,7 @@ def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):
     with receiver.expect(KEY, senders=["here"]) as box:
         sender = Sender(receiver.address, "here")
         for i in range(5):
-            sender.send(Header(KEY), [i, torch.ones(3)])
+            sender.send(ResultHeader(KEY), [i, torch.ones(3)])
         wait_until(lambda: len(sender._queue) == 4)  # the first is being copied
         threading.Timer(0.1, go.set).start()
         sender.close(flush=False)
@@ -1011,7 +1013,7 @@ def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
     thread.start()
     sender = Sender({**receiver.address, "tcp": list(server.getsockname()), "host": "another"})
     thread.join(WAIT)
-    sender.send(Header(KEY), torch.zeros(64 << 20, dtype=torch.uint8))
+    sender.send(ResultHeader(KEY), torch.zeros(64 << 20, dtype=torch.uint8))
     start = time.monotonic()
     sender.close(timeout=0.2)
     assert time.monotonic() - start < 10
@@ -1058,7 +1060,7 @@ def stand_in(monkeypatch):
 def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
-    offsets, total = codec.lay_out(tensors)
+    offsets, total = codec.payload_offsets(tensors)
     payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], Copier(threads=3)
     placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
@@ -1072,7 +1074,7 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
 
 def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
     tensors = [make().detach() for make in SHAPES.values()]
-    offsets, total = codec.lay_out(tensors)
+    offsets, total = codec.payload_offsets(tensors)
     payload, tasks, copier = torch.zeros(total, dtype=torch.uint8), [], Copier(threads=3)
     placed = [(offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
@@ -1101,7 +1103,7 @@ def test_a_free_slot_is_used_before_another_one_is_pinned(stand_in):
 def test_offsets_are_aligned_and_tensors_of_a_device_lie_together():
     tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
     tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
-    offsets, total = codec.lay_out(tensors)
+    offsets, total = codec.payload_offsets(tensors)
     ends = [offset + t.numel() * t.element_size() for offset, t in zip(offsets, tensors, strict=True)]
     assert all(offset % 64 == 0 for offset in offsets) and max(ends) <= total
     ranges = sorted((offset, end, t.device.type) for offset, end, t in zip(offsets, ends, tensors, strict=True))
@@ -1130,7 +1132,7 @@ def test_cuda_tensors_are_sent_as_they_were_when_sent(receiver, path):
                 sums[:1, 5],
                 torch.eye(3).cuda().to_sparse(),
             ]
-            sender.send(Header(KEY), value, stream="s")
+            sender.send(ResultHeader(KEY), value, stream="s")
             del value, kinds, sums
             _, got = box.get(WAIT)
             want = filled(torch.float32, (1000, 1000), salt=step) * 1
@@ -1203,7 +1205,7 @@ def compare(got, want, met: dict) -> None:
 
 @pytest.fixture(scope="module")
 def loop():
-    with Receiver(host="127.0.0.1", headers=Header) as receiver:
+    with Receiver(host="127.0.0.1", headers=ResultHeader) as receiver:
         senders = {path: Sender(route(receiver.address, path), path) for path in ("unix", "tcp")}
         yield receiver, senders
         for sender in senders.values():
@@ -1228,7 +1230,7 @@ def test_any_structure_through_any_history(loop, path, stream, dtypes, shapes, s
             for i in changed:
                 pool[i].copy_(filled(dtypes[i], tuple(shapes[i]), salt=round_ + 2))
             value = with_tensors(structure, pool)
-            senders[path].send(Header(KEY), value, stream="s" if stream else None)
+            senders[path].send(ResultHeader(KEY), value, stream="s" if stream else None)
             compare(box.get(WAIT)[1], value, {})
             drained(senders[path])
     senders[path].end("s")
@@ -1244,7 +1246,7 @@ def captures(megabytes):
 def send_timed(kept, megabytes):
     value = captures(megabytes)
     start = time.monotonic()
-    kept["sender"].send(Header(KEY, start), value)
+    kept["sender"].send(ResultHeader(KEY, start), value)
     return time.monotonic() - start
 
 

@@ -158,7 +158,9 @@ class V2ModelRunner:
 
 
 def v2_runner(monkeypatch: pytest.MonkeyPatch, vllms: V2ModelRunner) -> V2Runner:
-    monkeypatch.setattr(runners_module, "apply", lambda role: None)  # the CPU's build cannot import the V2 runner
+    monkeypatch.setattr(
+        runners_module, "apply_replacements", lambda role: None
+    )  # the CPU's build cannot import the V2 runner
     monkeypatch.setattr(runners_module.importlib, "import_module", lambda name: CUDAGRAPH_UTILS)
     monkeypatch.setattr(runners_module, "remembering_streams", nullcontext)
     monkeypatch.setattr(recording_module, "alone_on_this_thread", nullcontext)
@@ -167,7 +169,9 @@ def v2_runner(monkeypatch: pytest.MonkeyPatch, vllms: V2ModelRunner) -> V2Runner
 
 def test_the_v2_runner_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     applied: list[Role] = []
-    monkeypatch.setattr(runners_module, "apply", applied.append)  # the CPU's build cannot import the V2 runner
+    monkeypatch.setattr(
+        runners_module, "apply_replacements", applied.append
+    )  # the CPU's build cannot import the V2 runner
     vllms, host = V2ModelRunner(Model()), Host()
     before = dict(vars(vllms))
     runner = V2Runner(vllms)
@@ -688,6 +692,6 @@ def test_a_call_to_the_workers_of_a_dead_engine_is_told_in_midstreams_words(meth
         raise EngineDeadError
 
     with pytest.raises(EngineClosedError, match="died"):
-        launch.ask(SimpleNamespace(collective_rpc=dead), method)
+        launch.call_workers(SimpleNamespace(collective_rpc=dead), method)
     with pytest.raises(EngineClosedError, match="died"):
-        asyncio.run(launch.ask(SimpleNamespace(collective_rpc=dead_later), method))
+        asyncio.run(launch.call_workers(SimpleNamespace(collective_rpc=dead_later), method))

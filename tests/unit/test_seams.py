@@ -16,7 +16,7 @@ import pytest
 from limits import cpu_seconds_of_children
 
 from midstream import cli
-from midstream.engine.doctor import Sources, examine, find_vllm
+from midstream.engine.doctor import PackageSources, examine, find_vllm
 from midstream.engine.plugin import Replacement
 from midstream.engine.seams import SEAMS, Does, Role, Seam
 
@@ -110,7 +110,7 @@ def test_every_import_of_vllm_has_a_row(path: Path) -> None:
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target)
 def test_every_row_is_about_code_that_exists(seam: Seam) -> None:
-    ours = Sources(SRC / "midstream", "midstream")
+    ours = PackageSources(SRC / "midstream", "midstream")
     assert ours.find(seam.by) is not None
     assert seam.reason and seam.target.partition(".")[0] == "vllm"
     if (
@@ -132,12 +132,12 @@ def test_what_has_no_row_cannot_be_replaced() -> None:
 @needs_vllm
 @pytest.mark.parametrize("role", [Role.FRONT_END, Role.SCHEDULER, Role.WORKER])
 def test_a_role_replaces_its_rows_once(role: Role) -> None:
-    from midstream.engine.plugin import apply
+    from midstream.engine.plugin import apply_replacements
 
-    apply(role)
+    apply_replacements(role)
     functions = [resolve_name(seam.target) for seam in SEAMS if seam.role is role]
     assert functions and all(function.midstream for function in functions)
-    apply(role)
+    apply_replacements(role)
     assert [resolve_name(seam.target) for seam in SEAMS if seam.role is role] == functions
 
 
@@ -235,10 +235,10 @@ def test_doctor_takes_a_target_that_vllm_need_not_have_as_absent(copy: Path) -> 
     seam = next(seam for seam in SEAMS if seam.target == "vllm.SamplingParams.skip_clone")
     path = copy / "vllm" / "sampling_params.py"
     text = path.read_text()
-    assert examine(seam, Sources(copy / "vllm")).status == "fits"
+    assert examine(seam, PackageSources(copy / "vllm")).status == "fits"
     path.write_text(text.replace("skip_clone", "copies_never"))
     try:
-        finding = examine(seam, Sources(copy / "vllm"))
+        finding = examine(seam, PackageSources(copy / "vllm"))
     finally:
         path.write_text(text)
     assert (finding.status, finding.problems) == ("absent", [])

@@ -28,7 +28,7 @@ from safetensors.torch import load
 
 pytest.importorskip("vllm")
 
-from midstream.capture.rows import Captured, Rows, gather
+from midstream.capture.rows import Captured, Rows, gather_captures
 from midstream.cli import main
 from midstream.engine.admission import json_size
 from midstream.errors import MidstreamError
@@ -37,13 +37,13 @@ from midstream.plan.selections import Selection
 from midstream.plan.values import RecordedRun
 from midstream.requests.vectors_and_runs import Runs
 from midstream.serve import captures, command, requests
-from midstream.serve.captures import CaptureStore, Held
+from midstream.serve.captures import CaptureStore, StoredTensor
 from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
 from midstream.serve.plugin import Plugin, RunToRecord
-from midstream.serve.requests import Refused, check_share
+from midstream.serve.requests import RequestRefused, check_quota
 from midstream.serve.sweeps import SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
-from midstream.sweeps.running import Turns
+from midstream.sweeps.running import SweepTurns
 
 MINE, THEIRS = b"m" * 32, b"t" * 32
 WIDTH = 8
@@ -54,7 +54,7 @@ def captured(rows: int, value: float = 1.0) -> Captured:
     key = ("resid_post", 0, "before")
     layout = Planes.of([key], lambda _: WIDTH)
     chunk = Rows(np.arange(rows), layout, torch.full((rows, WIDTH), value))
-    return gather("r", [chunk], rows, {key: Selection.of("all_prompt", rows)})
+    return gather_captures("r", [chunk], rows, {key: Selection.of("all_prompt", rows)})
 
 
 class Clock:
@@ -91,7 +91,7 @@ def test_handles_are_long_and_differ() -> None:
 
 def room(rows: int) -> int:
     """Bytes that so many rows of `captured` count."""
-    return Held(MINE, torch.zeros(rows, WIDTH), {"positions": list(range(rows))}, 0.0).nbytes
+    return StoredTensor(MINE, torch.zeros(rows, WIDTH), {"positions": list(range(rows))}, 0.0).nbytes
 
 
 def test_who_holds_the_most_loses_the_oldest_when_the_store_is_full() -> None:
@@ -166,7 +166,7 @@ def test_stores_keep_count_of_owners_that_come_and_go() -> None:
         there = {handle: owner for handle, owner in there.items() if store.get(owner, handle) is not None}
         held = [store.get(owner, handle) for handle, owner in there.items()]
         assert store.gauges == {"captures": len(held), "capture_bytes": sum(each.nbytes for each in held)}
-        assert store._total == store._counted.total() == store.gauges["capture_bytes"] <= store.budget
+        assert store._total == store._owner_bytes.total() == store.gauges["capture_bytes"] <= store.budget
         assert sum(map(len, store._by_size)) == len(set(there.values()))
 
 
@@ -176,8 +176,8 @@ def test_a_key_holds_no_more_than_it_leaves_to_others() -> None:
         own = 0
         while True:
             try:
-                check_share("things", own + 1, sum(held) + own + 1, 64)
-            except Refused as error:
+                check_quota("things", own + 1, sum(held) + own + 1, 64)
+            except RequestRefused as error:
                 assert error.args[0] == 413 and "leaves" in str(error)
                 break
             own += 1
@@ -200,7 +200,7 @@ def test_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.MonkeyPat
                 await asyncio.sleep(60)
 
         state = SimpleNamespace(midstream=server)
-        return requests.received(
+        return requests.receive_body(
             SimpleNamespace(
                 stream=stream, headers={"authorization": f"Bearer {key}"}, app=SimpleNamespace(state=state)
             ),  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def test_sweeps_start_their_groups_in_turns() -> None:
     order: list[str] = []
 
     async def main() -> None:
-        turns = Turns(100)  # four of these batches at a time
+        turns = SweepTurns(100)  # four of these batches at a time
 
         async def group(sweep: str) -> None:
             async with turns.taken(sweep, 200):
@@ -253,7 +253,7 @@ def test_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
     most = []
 
     async def main(each: int, count: int) -> None:
-        turns = Turns(100)
+        turns = SweepTurns(100)
 
         async def group(sweep: int) -> None:
             async with turns.taken(sweep, each):
@@ -268,7 +268,7 @@ def test_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
         most.clear()
         asyncio.run(main(each, 40))
         assert len(most) == 40 and max(most) == expected, each
-    assert [Turns(2048).jobs(tokens) for tokens in (8, 75, 500, 2048, 9000)] == [32, 27, 4, 1, 1]
+    assert [SweepTurns(2048).jobs(tokens) for tokens in (8, 75, 500, 2048, 9000)] == [32, 27, 4, 1, 1]
 
 
 def test_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
@@ -276,7 +276,7 @@ def test_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     key = ("resid_post", 0, "before")
     layout = Planes.of([key], lambda _: WIDTH)
     step = torch.ones(1000, WIDTH)
-    one = gather("r", [Rows(np.arange(1), layout, step[:1])], 1, {key: Selection.of("all_prompt", 1)})
+    one = gather_captures("r", [Rows(np.arange(1), layout, step[:1])], 1, {key: Selection.of("all_prompt", 1)})
     (entry,) = store.put(MINE, 0, one, inline=0)
     held = store.get(MINE, entry["handle"])
     assert held is not None and held.tensor.untyped_storage().nbytes() == WIDTH * 4
@@ -286,14 +286,14 @@ def test_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
 def test_a_download_is_a_safetensors_file_in_small_parts(dtype: torch.dtype, tmp_path: Path) -> None:
     rows = torch.randn(1000, 300).to(dtype)
     about = {"choice": 0, "positions": list(range(1000)), "shape": [1000, 300], "site": "é"}
-    size, parts = Held(MINE, rows, about, 0.0).file()
+    size, parts = StoredTensor(MINE, rows, about, 0.0).file()
     given = list(parts)
     assert max(map(len, given)) <= max(1 << 16, len(given[0])) and sum(map(len, given)) == size
     (tmp_path / "rows").write_bytes(b"".join(given))
     with safe_open(tmp_path / "rows", "pt") as file:
         assert torch.equal(file.get_tensor("rows"), rows)
         assert file.metadata() == {name: str(value) for name, value in about.items()}
-    empty = Held(MINE, rows[:0], {"shape": [0, 300]}, 0.0).file()
+    empty = StoredTensor(MINE, rows[:0], {"shape": [0, 300]}, 0.0).file()
     assert load(b"".join(empty[1]))["rows"].shape == (0, 300)
 
 

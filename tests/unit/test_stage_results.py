@@ -27,14 +27,14 @@ from midstream.trace.outcome import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.transport.wire import Header
-from midstream.vllm.stream import _Saves, traced_result
+from midstream.transport.wire import ResultHeader
+from midstream.vllm.stream import _StageSaves, traced_result
 
 KEY = ("trace", 0)
 
 
 def collect(box: Mailbox, output: Any, stages: int) -> InvokeResult:
-    return traced_result(asyncio.run(_Saves(box, len(output.outputs), stages).final()), output)
+    return traced_result(asyncio.run(_StageSaves(box, len(output.outputs), stages).final()), output)
 
 
 class Stages:
@@ -48,7 +48,7 @@ class Stages:
         self, stage: int, values: dict[str, Any], steps: int, final: bool, sample: str = "r", error: Any = None
     ) -> None:
         failure = Failure.of(error) if error is not None else None
-        header = Header(KEY, sample, final, stage)
+        header = ResultHeader(KEY, sample, final, stage)
         self.senders[stage].send(header, [Outcome(values, failure=failure, name=f"{sample}/0", steps=steps)])
 
     def flush(self, stage: int) -> None:
@@ -105,7 +105,7 @@ def test_a_lost_stage_is_an_error(stages: Stages) -> None:
 
 async def test_snapshots_are_of_one_step(stages: Stages) -> None:
     """C3: stage 0 is ahead, so that its newest snapshot is of a later step than the last stage's."""
-    saves = _Saves(stages.box, 1, 2)
+    saves = _StageSaves(stages.box, 1, 2)
     for step in (1, 2, 3):
         stages.send(0, {"first": step, "last": absent(), "hs": list(range(step))}, step, False)
     stages.send(0, {"first": 3, "last": absent(), "hs": [0, 1, 2]}, 3, True)
@@ -123,7 +123,7 @@ async def test_snapshots_are_of_one_step(stages: Stages) -> None:
 
 async def test_a_stage_whose_body_is_over_delays_no_snapshot(stages: Stages) -> None:
     """C3: its values are final, whatever step the others are in."""
-    saves = _Saves(stages.box, 1, 2)
+    saves = _StageSaves(stages.box, 1, 2)
     stages.send(0, {"a": 1, "b": absent()}, 1, True)
     stages.send(1, {"a": absent(), "b": 5}, 4, False)
     await until(lambda: "b" in saves._read_latest())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.engine.turns import Turns
+from midstream.engine.turns import StepTurns
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_traced_steps_get_their_share_of_the_time(share: float, depth: int, in_p
     after it. Seen failing there where a traced step may begin beside others.
     """
     clock, taken, ahead = Clock(), {True: 0.0, False: 0.0}, []
-    turns, rng = Turns(share, clock), random.Random(0)
+    turns, rng = StepTurns(share, clock), random.Random(0)
     for _ in range(20_000):
         traced = turns.next()
         if traced is not None:
@@ -57,7 +57,7 @@ def test_traced_steps_get_their_share_of_the_time(share: float, depth: int, in_p
 
 def test_time_without_steps_counts_for_nobody() -> None:
     clock = Clock()
-    turns = Turns(0.2, clock)
+    turns = StepTurns(0.2, clock)
     output = step()
     turns.begin(output, True)
     clock.now += 1
@@ -74,7 +74,7 @@ def test_time_without_steps_counts_for_nobody() -> None:
 
 def test_a_step_in_which_nobody_was_ready_leaves_the_turn_to_the_other_kind() -> None:
     clock = Clock()
-    turns = Turns(0.2, clock)
+    turns = StepTurns(0.2, clock)
     turns.begin(step(0), True)
     assert turns.next() is False
     turns.begin(step(0), False)
@@ -89,7 +89,7 @@ def test_a_step_in_which_nobody_was_ready_leaves_the_turn_to_the_other_kind() ->
 
 def test_a_traced_step_begins_alone() -> None:
     clock = Clock()
-    turns = Turns(0.2, clock)
+    turns = StepTurns(0.2, clock)
     turns.begin(output := step(), False)
     assert turns.next() is None
     turns.end(output)
@@ -100,13 +100,13 @@ def test_a_traced_step_begins_alone() -> None:
 
 def test_an_unknown_step_ends_without_effect() -> None:
     """One that was scheduled when there was only one kind of requests."""
-    turns = Turns(0.2, Clock())
+    turns = StepTurns(0.2, Clock())
     turns.end(step())
     assert turns.next()
 
 
 def test_steps_whose_end_is_not_told_are_forgotten() -> None:
-    turns = Turns(0.2, Clock())
+    turns = StepTurns(0.2, Clock())
     for traced in (True, False):
         turns.begin(step(), traced)
         turns.forget()

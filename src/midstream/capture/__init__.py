@@ -1,6 +1,6 @@
-"""Where captured rows go: onto the output, into files, to the user's consumers.
+"""Delivers captured rows to the output, to files and to the user's consumers.
 
-The engine hands over `Rows`, those that a step captured. `rows` says which rows go where, and puts a request's rows together
-as `Captured`, which the user finds on the output. `sinks.Sinks` hands them on to `consumers`, each behind a queue and a thread of its
-own. `directory.DirectorySink` is the consumer that writes files; `directory.open_captures` reads them.
+The engine hands over the `Rows` that a step captured. `rows` finds the destination of each row, and puts a request's rows together
+as `Captured` for the output. `sinks.Sinks` hands rows on to `consumers`, each with its own queue and thread. `directory.DirectorySink` is
+the consumer that writes files; `directory.open_captures` reads them.
 """

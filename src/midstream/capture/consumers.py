@@ -1,12 +1,12 @@
-"""What takes captured rows: the protocol of consumers, the consumers that come with midstream, and those of installed packages.
+"""Consumers of captured rows: their protocol, the consumers that come with midstream, and those of installed packages.
 
 `Consumer("name", **options)` in a plan is made by a factory among the installed packages' entry points:
 
     [project.entry-points."midstream.consumers"]
     mine = "my_package.probes:MyConsumer"        # MyConsumer(**options) returns an object with the methods of RowConsumer
 
-Each consumer has a `ConsumerThread` with a queue, which calls begin, rows and end of the requests one after the other. However slow a
-consumer is, and however it fails, others are not held up.
+Each consumer has a `ConsumerThread` with a queue, which calls begin, rows and end of the requests one after the other. A slow or failing
+consumer does not delay the others.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from midstream.capture.rows import Rows
+from midstream.capture.rows import Rows, Selected
 from midstream.errors import CaptureError
 from midstream.plan.captures import PlaneKey
 from midstream.plan.fields import nearest
@@ -50,14 +50,14 @@ class Collected:
 
 @dataclass(frozen=True)
 class CaptureInfo:
-    """What a consumer learns about a request before its rows.
+    """Describes a request to a consumer, before its rows come.
 
     Attributes:
         request_id: the engine's id of the request.
         prompt_token_ids: the prompt.
         prompt_length: positions from here on were generated. The length of `prompt_token_ids` if not given; prompts of
             embeddings have no ids.
-        engine: tells engines apart that write to one directory; the same on all ranks of an engine.
+        engine: identifies the engine if several write to one directory. All ranks of an engine have the same.
         stage: the pipeline stage whose layers these are, and the number of stages; (0, 1) if all layers come together.
         planes: (site, layer, when) of all rows that will come.
         collected: for a request of `model.collect`.
@@ -163,7 +163,7 @@ def takes_when(rows: Callable[..., Any]) -> bool:
 class Destination(NamedTuple):
     """A consumer that may not have been made yet. Equal keys mean the same consumer."""
 
-    key: tuple[Any, ...]  # see `rows.identity`
+    key: tuple[Any, ...]  # see `rows.destination_key`
     name: str
     make: Callable[[], RowConsumer]
     idle: float | None = None  # seconds without requests after which it is closed; None: it closes with the engine
@@ -188,28 +188,38 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
     raise CaptureError(f"no installed package offers the consumer {name!r} (entry points {GROUP!r}): {hint}")
 
 
-LINGER = (
-    0.2  # seconds for which ended requests wait for others, so that a consumer that writes files writes them together
-)
+LINGER = 0.2  # seconds for which ended requests wait for others, so that files are written for many requests together
 
 
 class Delivery:
-    """What one consumer gets of one request.
+    """The delivery of one request's rows to one consumer.
 
     Attributes:
-        error: why the consumer did not get all of it.
+        selected: the planes and rows that the consumer gets.
+        seen: the planes of which rows have come.
+        empty: `Rows` without rows, for planes of which none have come.
+        error: why the consumer did not get all rows.
         begun: the consumer's `begin` has returned.
-        done: the consumer has everything, or will not get more; `wait` returns.
+        done: the consumer has all rows, or gets no more; `wait` returns.
     """
 
-    def __init__(self, info: CaptureInfo, report: Callable[[CaptureError], None] | None) -> None:
-        self.info = info
-        self.report = report  # called with the error, if nobody waits for the delivery
+    def __init__(
+        self,
+        thread: ConsumerThread,
+        info: CaptureInfo,
+        selected: Selected,
+        report: Callable[[CaptureError], None] | None,
+    ) -> None:
+        self.thread, self.selected = thread, selected
+        self.info = replace(info, planes=tuple(selected))
+        self.report = report  # called with the error
+        self.seen: set[PlaneKey] = set()
+        self.empty: dict[PlaneKey, Rows] = {}
         self.error: CaptureError | None = None
         self.begun = self.done = False
 
 
-class _Job(NamedTuple):
+class _QueuedCall(NamedTuple):
     delivery: Delivery
     run: Callable[[], None]
 
@@ -217,11 +227,11 @@ class _Job(NamedTuple):
 class ConsumerThread:
     """One consumer, its queue and its thread.
 
-    A call of the consumer that takes longer than `timeout` seconds means that it has stalled: every request that it has open fails, and so
-    does every request that begins before the call returns. Callers that wait here look for stalls, and so does `open`.
+    If a call of the consumer takes longer than `timeout` seconds, the consumer has stalled: all its open requests fail, and so do requests
+    that begin before the call returns. `open` and all waiting methods check for stalls.
 
     Args:
-        queue_bytes: bounds what is queued or being taken, except that any one job fits an empty queue.
+        queue_bytes: the limit for rows that are queued or being taken. Any one entry fits into an empty queue.
     """
 
     def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
@@ -230,12 +240,12 @@ class ConsumerThread:
         self._timeout = timeout
         self._consumer: RowConsumer | None = None
         self._takes_when = False
-        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
+        self._queue: BoundedQueue[_QueuedCall] = BoundedQueue(queue_bytes)
         self._changed = self._queue.changed  # guards what follows, too
         self._open: set[Delivery] = set()
-        self._unflushed: list[Delivery] = []  # ended requests that the consumer has not flushed
+        self._unflushed: list[Delivery] = []  # of ended requests, until the consumer has flushed them
         self._unflushed_since = self._used = time.monotonic()
-        self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and since when
+        self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and its start
         self._finished = self._warned = False
         self._close_error: BaseException | None = None
         self._queue.start(f"midstream-capture {self.name}", self._run)
@@ -248,7 +258,7 @@ class ConsumerThread:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more requests: after `close`, or after it was idle."""
+        """Whether it refuses new requests: after `close`, or after it was idle for too long."""
         return self._queue.closed
 
     @property
@@ -259,9 +269,11 @@ class ConsumerThread:
     def blocked_seconds(self) -> float:
         return self._queue.blocked_seconds
 
-    def open(self, info: CaptureInfo, report: Callable[[CaptureError], None] | None = None) -> Delivery | None:
+    def open(
+        self, info: CaptureInfo, selected: Selected, report: Callable[[CaptureError], None] | None = None
+    ) -> Delivery | None:
         """A request begins. None if the thread is closed."""
-        delivery = Delivery(info, report)
+        delivery = Delivery(self, info, selected, report)
         with self._changed:
             if self.closed:
                 return None
@@ -272,11 +284,18 @@ class ConsumerThread:
         return delivery
 
     def give(self, delivery: Delivery, rows: list[Rows]) -> None:
-        """Queue rows of one plane each; blocks while the queue is full. Rows of a request that has failed here are dropped."""
+        """Queue rows of one plane each. Blocks while the queue is full. Drops rows of a failed request."""
         size = sum(each.nbytes for each in rows)
         with self._changed:
             if delivery.error is None and not self._queue.has_room(size):
-                self._warn_once()
+                if not self._warned:
+                    self._warned = True
+                    _log.warning(
+                        "%s takes captured rows more slowly than they come: %.0f MB are queued, so the engine's results wait for it "
+                        "(this is logged once; the gauge `blocked_seconds` shows how long)",
+                        self.name,
+                        self._queue.used / 1e6,
+                    )
                 self._queue.wait_for_room(
                     size, lambda has_room: self._wait_until(lambda: has_room() or delivery.error is not None)
                 )
@@ -298,29 +317,19 @@ class ConsumerThread:
         self._queue.close()
 
     def join(self) -> BaseException | None:
-        """Wait for the end, unless the consumer has stalled. The error of the consumer's own `close`, if it raised."""
+        """Wait until the consumer is closed, or has stalled. Returns the error of its `close`, if it raised one."""
         with self._changed:
             self._wait_until(lambda: self._finished or self._stalls_in() == 0)
             return self._close_error
 
     def _put(self, delivery: Delivery, run: Callable[[], None], size: int = 0) -> None:
-        if not self._queue.put(_Job(delivery, run), size):
+        if not self._queue.put(_QueuedCall(delivery, run), size):
             request = delivery.info.request_id
             delivery.error = CaptureError(f"{self.name} was closed before the capture of request {request!r} ended")
             self._finish(delivery)
 
-    def _warn_once(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s takes captured rows more slowly than they come: %.0f MB are queued, so the engine's results wait for it "
-                "(this is logged once; the gauge `blocked_seconds` shows how long)",
-                self.name,
-                self._queue.used / 1e6,
-            )
-
     def _wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait for something that the thread does, and look for a stall."""
+        """Wait for an action of the thread, and check for stalls."""
         while not reached():
             self._find_stall()
             if not reached():
@@ -331,7 +340,7 @@ class ConsumerThread:
         return max(self._call_now[1] + self._timeout - time.monotonic(), 0) if self._call_now else None
 
     def _find_stall(self) -> None:
-        """Fail what is open if the consumer has stalled."""
+        """Fail all open deliveries if the consumer has stalled."""
         if self._call_now is None or self._stalls_in() != 0:
             return
         what, since = self._call_now
@@ -365,7 +374,7 @@ class ConsumerThread:
             self._changed.notify_all()
 
     def _step(self) -> bool:
-        """Wait for the next job and do it. Holds no rows afterwards. False if the thread ends: it was closed, or idle for too long."""
+        """Wait for the next call and make it. Holds no rows afterwards. False if the thread ends: it was closed, or idle for too long."""
         now, timeout = time.monotonic(), None
         if self._unflushed:
             timeout = self._unflushed_since + LINGER - now
@@ -373,8 +382,8 @@ class ConsumerThread:
                 return self._flush()
         elif self._idle is not None and not self._open:
             timeout = max(self._used + self._idle - now, 0)
-        job = self._queue.get(timeout)
-        if job is None:
+        queued = self._queue.get(timeout)
+        if queued is None:
             if self._unflushed:
                 return self._flush()
             with self._changed:
@@ -383,22 +392,22 @@ class ConsumerThread:
                 self._queue.close()
                 return len(self._queue) > 0
         try:
-            job.run()
-        except BaseException as error:  # nobody may wait for a thread that has died
-            self._fail(job.delivery, "handling its capture", error)
-            self._finish(job.delivery)
+            queued.run()
+        except BaseException as error:  # the thread must live: callers wait for it
+            self._fail(queued.delivery, "handling its capture", error)
+            self._finish(queued.delivery)
         self._used = time.monotonic()
         self._queue.task_done()
         return True
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
-        """Call the consumer; returns what it raised."""
+        """Call the consumer. Returns the error that it raised."""
         with self._changed:
             self._call_now = (what, time.monotonic())
             self._changed.notify_all()
         try:
             function(*arguments, **named)
-        except BaseException as error:  # even a SystemExit of the user's ends a request's capture and nothing more
+        except BaseException as error:  # even a SystemExit ends only the request's capture
             return error
         finally:
             with self._changed:
@@ -407,7 +416,7 @@ class ConsumerThread:
         return None
 
     def _try(self, delivery: Delivery, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
-        """Call the consumer for a request, which fails if the call raises. Whether it did not."""
+        """Call the consumer for a request. If the call raises, the request's capture fails. Returns whether the call succeeded."""
         what = f"{what} of request {delivery.info.request_id!r}"
         error = self._call(what, function, *arguments, **named)
         if error is not None:
@@ -444,17 +453,12 @@ class ConsumerThread:
             if delivery.error is not None or self._consumer is None:
                 return
             named = {"when": when} if self._takes_when else {}
-            arguments = (delivery.info.request_id, site, layer, each.positions.tolist(), each.values)
-            self._try(delivery, f"rows() at {site}[{layer}]", self._hand_over, *arguments, **named)
-
-    def _hand_over(
-        self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor, **named: str
-    ) -> None:
-        own = tensor.clone() if self._may_write else tensor  # others have the same tensor
-        self._consumer.rows(request_id, site, layer, positions, own, **named)  # type: ignore[union-attr]
+            tensor = each.values.clone() if self._may_write else each.values  # other consumers have the same tensor
+            arguments = (delivery.info.request_id, site, layer, each.positions.tolist(), tensor)
+            self._try(delivery, f"rows() at {site}[{layer}]", self._consumer.rows, *arguments, **named)
 
     def _end(self, delivery: Delivery, error: Exception | None) -> None:
-        if delivery.begun and self._consumer is not None:  # else it has never heard of the request
+        if delivery.begun and self._consumer is not None:  # else the consumer does not know the request
             self._try(delivery, "end()", self._consumer.end, delivery.info.request_id, delivery.error or error)
         if delivery.error is None and hasattr(self._consumer, "flush"):
             self._unflushed_since = self._unflushed_since if self._unflushed else time.monotonic()
@@ -463,7 +467,7 @@ class ConsumerThread:
             self._finish(delivery)
 
     def _flush(self) -> bool:
-        """Let the consumer write what has ended; only then it is done."""
+        """Have the consumer write the ended requests. Only then they are done."""
         batch, self._unflushed = self._unflushed, []
         error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
         for delivery in batch:

@@ -9,17 +9,17 @@
 
 Files of several writers are merged: each pipeline stage writes its own layers of a request.
 
-Each writer (a process that captures; its name says which) has `<writer>-00000.safetensors` and on, and `index-<writer>.jsonl`:
-one line per request, with its prompt, and the shard, tensor and positions of each of its planes. Writers share nothing, so
-any number of engines, and the stages of a pipeline, may write to one directory.
+A writer is a process that captures. It writes the shards `<writer>-00000.safetensors`, `<writer>-00001.safetensors` and so on, and the
+index `index-<writer>.jsonl`: one line per request, with its prompt, and the shard, tensor and positions of each of its planes. Writers
+share no files, so any number of engines, and the stages of a pipeline, may write to one directory.
 
 Rows wait in memory until there are `shard_bytes` of them, or until their request has ended and `flush` is called; requests
 that end together share a shard. `flush` writes and fsyncs a shard under a temporary name, renames it, fsyncs the directory,
 appends the requests' lines to the index and fsyncs that. A request that the index lists therefore survives a crash of
-process and machine. A request that it does not list leaves at most rows that nothing refers to, or an incomplete last line;
-readers ignore both, and `remove_orphans` removes such rows. A writer holds a lock on its index for as long as it lives.
+process and machine. A request that the index does not list leaves at most unreferenced rows, or an incomplete last line.
+Readers ignore both, and `remove_orphans` removes such rows. A writer holds a lock on its index as long as it lives.
 
-Shards are written here and not by the safetensors library, which takes each tensor in one piece and all of them in memory.
+Shards are written here and not by the safetensors library, which takes each tensor in one chunk and all of them in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.rows import Arranged, ByPlane, arrange, describe
+from midstream.capture.rows import ByPlane, RowIndex, arrange_rows, plane_name
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import PlaneKey
 from midstream.plan.fields import nearest
@@ -71,7 +71,7 @@ DTYPES = {
 }
 _ALIGN = 64  # bytes; where a shard's data starts
 SHARD_BYTES = 256 << 20
-PIECE_BYTES = 512  # overhead of a buffered piece of rows
+CHUNK_BYTES = 512  # overhead of a buffered chunk of rows
 
 
 @dataclass
@@ -107,12 +107,12 @@ class DirectorySink:
     The consumer `directory`: `Capture(to="acts")` is `Capture(to=Consumer("directory", directory="acts"))`.
 
     Args:
-        shard_bytes: about so many bytes of rows go to a file.
+        shard_bytes: about how many bytes of rows go to a file.
     """
 
     def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._directory, self._shard_bytes = Path(directory), shard_bytes
-        self.writer = _new_name()
+        self.writer = _new_writer_name()
         self._open: dict[str, _BufferedRequest] = {}
         self._ended: list[_BufferedRequest] = []
         self._size = self._shards = 0
@@ -139,8 +139,8 @@ class DirectorySink:
             return True
 
     def begin(self, info: CaptureInfo) -> None:
-        if not self._open and not self._ended and self._is_removed:  # as a notebook clears its outputs: start again
-            self.writer = _new_name()
+        if not self._open and not self._ended and self._is_removed:  # for example by a notebook: start again
+            self.writer = _new_writer_name()
             old, self._index = self._index, self._new_index()
             os.close(old)
         self._open[info.request_id] = _BufferedRequest(info)
@@ -152,10 +152,10 @@ class DirectorySink:
         given = tensor.dtype, tensor.shape[1:]
         if given[0] not in DTYPES or entry.kinds.setdefault(key, given) != given:
             kinds = sorted({f"{dtype} {list(shape)}" for dtype, shape in (given, entry.kinds.get(key, given))})
-            raise CaptureError(f"rows of {describe(key)} cannot be stored as one tensor: {', '.join(kinds)}")
+            raise CaptureError(f"rows of {plane_name(key)} cannot be stored as one tensor: {', '.join(kinds)}")
         entry.buffer.setdefault(key, []).append((positions, tensor))
-        entry.size += tensor.nbytes + PIECE_BYTES
-        self._size += tensor.nbytes + PIECE_BYTES
+        entry.size += tensor.nbytes + CHUNK_BYTES
+        self._size += tensor.nbytes + CHUNK_BYTES
         if self._size >= self._shard_bytes:
             self._write([*self._ended, *self._open.values()])
 
@@ -217,8 +217,7 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname())
 
 
-def _new_name() -> str:
-    """A unique name of a writer."""
+def _new_writer_name() -> str:
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
     return f"{started}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
@@ -266,9 +265,9 @@ def _append(index: int, lines: bytes) -> None:
 
 def _place(entry: _BufferedRequest, key: PlaneKey, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
     """Add one plane's rows to the tensors of a shard, in the order of their positions. Returns the plane's entry in the index."""
-    pieces = entry.buffer[key]
-    arranged = arrange({i: np.asarray(positions, np.int64) for i, (positions, _) in enumerate(pieces)}, None)
-    tensors = [pieces[i][1] for i, _ in arranged.parts] or [pieces[0][1]]
+    chunks = entry.buffer[key]
+    arranged = arrange_rows({i: np.asarray(positions, np.int64) for i, (positions, _) in enumerate(chunks)}, None)
+    tensors = [chunks[i][1] for i, _ in arranged.parts] or [chunks[0][1]]
     named[name] = tensors if arranged.order is None else [torch.cat(tensors)[torch.from_numpy(arranged.order)]]
     return [*key, entry.positions.setdefault(_runs(arranged.positions), len(entry.positions))]
 
@@ -283,11 +282,11 @@ def _runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> int:
-    """Write named tensors, each given as consecutive pieces `[n, ...]` of one dtype of DTYPES. Returns the file's size in bytes.
+    """Write named tensors, each given as consecutive chunks `[n, ...]` of one dtype of DTYPES. Returns the file's size in bytes.
 
-    The file appears under its name complete and fsynced, and its name is fsynced when this returns.
+    The file gets its name when it is complete and fsynced. Then the directory is fsynced.
     """
-    size, parts = safetensors(tensors, FORMAT)
+    size, parts = safetensors_file(tensors, FORMAT)
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "xb") as file:
@@ -302,21 +301,21 @@ def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> in
     return size
 
 
-def safetensors(
+def safetensors_file(
     tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]
 ) -> tuple[int, Iterator[bytes | memoryview]]:
-    """The size and the parts of a safetensors file. Tensors as for `write_shard`; the parts are made one by one."""
+    """The size in bytes and the parts of a safetensors file. Tensors as for `write_shard`. The parts are made one by one."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     names = sorted(tensors, key=lambda name: -tensors[name][0].element_size())  # keeps every tensor aligned
     for name in names:
-        pieces = tensors[name]
-        shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
-        begin, end = end, end + sum(piece.nbytes for piece in pieces)
-        header[name] = {"dtype": DTYPES[pieces[0].dtype], "shape": shape, "data_offsets": [begin, end]}
+        chunks = tensors[name]
+        shape = [sum(chunk.shape[0] for chunk in chunks), *chunks[0].shape[1:]]
+        begin, end = end, end + sum(chunk.nbytes for chunk in chunks)
+        header[name] = {"dtype": DTYPES[chunks[0].dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
-    data = (as_bytes(piece).numpy().data for name in names for piece in tensors[name])
+    data = (as_bytes(chunk).numpy().data for name in names for chunk in tensors[name])
     return 8 + len(text) + end, chain([struct.pack("<Q", len(text)) + text], data)
 
 
@@ -366,7 +365,7 @@ class _StoredRequest:
 
 
 @dataclass(frozen=True)
-class _StoredPiece:
+class _StoredChunk:
     shard: str
     name: str
     size: int  # bytes of the shard
@@ -382,7 +381,7 @@ class ShardReader:
         self._lock = threading.Lock()
 
     def tensor(self, shard: str, name: str, size: int, rows: int) -> torch.Tensor:
-        """Raises CaptureError if the shard is gone, is not of the `size` it was written with, or lacks the tensor."""
+        """One tensor. Raises CaptureError if the shard is missing, has another `size` in bytes, or lacks the tensor."""
         try:
             with self._lock:
                 tensor = self._opened(shard, size).get_tensor(name)
@@ -398,11 +397,11 @@ class ShardReader:
         if shard not in self._open:
             path = self._directory / shard
             try:
-                there = path.stat().st_size
+                actual = path.stat().st_size
             except OSError as error:
                 raise CaptureError(f"shard {path} cannot be read: {error}") from error
-            if there != size:
-                raise CaptureError(f"shard {path} is damaged: {there} bytes of {size} are there")
+            if actual != size:
+                raise CaptureError(f"shard {path} is damaged: {actual} bytes of {size} are there")
             self._open[shard] = safe_open(path, framework="pt")
         self._open.move_to_end(shard)
         if len(self._open) > OPEN_SHARDS:
@@ -422,12 +421,12 @@ class StoredCapture(ByPlane[torch.Tensor]):
     """
 
     def __init__(self, name: str, record: _StoredRequest, shards: ShardReader) -> None:
-        pieces: dict[PlaneKey, list[_StoredPiece]] = {}
+        chunks: dict[PlaneKey, list[_StoredChunk]] = {}
         for line in record.lines.values():
-            _collect(line, pieces)
-        super().__init__(f"stored capture of request {name!r}", sorted(pieces, key=_in_order))
-        self._pieces, self._shards = pieces, shards
-        self._arranged: dict[PlaneKey, Arranged] = {}
+            _collect(line, chunks)
+        super().__init__(f"stored capture of request {name!r}", sorted(chunks, key=_in_order))
+        self._chunks, self._shards = chunks, shards
+        self._arranged: dict[PlaneKey, RowIndex] = {}
         line = next(iter(record.lines.values()))
         self.request_id, self.engine = record.request, record.engine
         self.id = record.collected.id if record.collected is not None else None
@@ -439,16 +438,16 @@ class StoredCapture(ByPlane[torch.Tensor]):
         """The positions of each tensor's rows, under the same keys."""
         return ByPlane(self._what, self._planes, lambda key: self._arrange(key).positions.tolist())
 
-    def _arrange(self, key: PlaneKey) -> Arranged:
+    def _arrange(self, key: PlaneKey) -> RowIndex:
         if key not in self._arranged:
-            positions = {i: piece.positions for i, piece in enumerate(self._pieces[key])}
-            self._arranged[key] = arrange(positions, f"{self._what}, {describe(key)}")
+            positions = {i: chunk.positions for i, chunk in enumerate(self._chunks[key])}
+            self._arranged[key] = arrange_rows(positions, f"{self._what}, {plane_name(key)}")
         return self._arranged[key]
 
     def _value(self, key: PlaneKey) -> torch.Tensor:
-        pieces, arranged = self._pieces[key], self._arrange(key)
-        chosen = [pieces[i] for i, _ in arranged.parts] or pieces[:1]
-        tensors = [self._shards.tensor(piece.shard, piece.name, piece.size, piece.positions.size) for piece in chosen]
+        chunks, arranged = self._chunks[key], self._arrange(key)
+        chosen = [chunks[i] for i, _ in arranged.parts] or chunks[:1]
+        tensors = [self._shards.tensor(chunk.shard, chunk.name, chunk.size, chunk.positions.size) for chunk in chosen]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return tensor if arranged.order is None else tensor[torch.from_numpy(arranged.order)]
 
@@ -457,21 +456,21 @@ def _in_order(key: PlaneKey) -> tuple[str, int, str]:
     return key[0], key[1], {"before": "0"}.get(key[2], key[2])
 
 
-def _collect(line: Mapping[str, Any], pieces: dict[PlaneKey, list[_StoredPiece]]) -> None:
+def _collect(line: Mapping[str, Any], chunks: dict[PlaneKey, list[_StoredChunk]]) -> None:
     positions = [
         np.concatenate([np.empty(0, np.int64), *(np.arange(*run) for run in runs)]) for runs in line["positions"]
     ]
     for part in line["parts"]:
         for site, layer, when, number in part["planes"]:
             name = f"{part['prefix']}/{site}/{layer}/{when}"
-            piece = _StoredPiece(part["shard"], name, part["bytes"], positions[number])
-            pieces.setdefault((site, layer, when), []).append(piece)
+            chunk = _StoredChunk(part["shard"], name, part["bytes"], positions[number])
+            chunks.setdefault((site, layer, when), []).append(chunk)
 
 
 class Store(Mapping[str, StoredCapture]):
     """The complete requests in a directory of captures, by request id.
 
-    It lists the requests that were complete when it was opened, or at the last `refresh`; asking for another request refreshes it.
+    It lists the requests that were complete at the last `refresh`, or when it was opened. Asking for another request refreshes it.
     Requests of `model.collect` are listed by the prompt's id. If several engines used one request id, the requests are named
     `id@engine`; if one engine used it again, `id#2`.
 
@@ -497,16 +496,16 @@ class Store(Mapping[str, StoredCapture]):
 
     def entries(self) -> list[tuple[Collected | None, list[int]]]:
         """`(collected, prompt)` of each complete request whose shards are on the disk."""
-        there = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
+        sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
         found = []
         for record in filter(_readable, self._records.values()):
             parts = [part for line in record.lines.values() for part in line["parts"]]
-            if all(there.get(part["shard"]) == part["bytes"] for part in parts):
+            if all(sizes.get(part["shard"]) == part["bytes"] for part in parts):
                 found.append((record.collected, next(iter(record.lines.values()))["prompt_token_ids"]))
         return found
 
     def refresh(self) -> None:
-        """Read what was written since the directory was opened, or since the last `refresh`."""
+        """Read the new lines of each index."""
         for path in sorted(self._directory.glob("index-*.jsonl")):
             known = self._read.get(path.name, 0)
             with open(path, "rb") as file:

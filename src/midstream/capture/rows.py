@@ -1,11 +1,11 @@
-"""Where captured rows go, and captured rows put together: the `Rows` of a request's steps become one `Captured`.
+"""Captured rows: their destinations, and how the `Rows` of a request's steps become one `Captured`.
 
     (_, selected), *others = routes(plan.captures, prompt_length, range(num_layers))
-    captures = gather(request_id, rows, prompt_length + generated - 1, selected)
+    captures = gather_captures(request_id, rows, prompt_length + generated - 1, selected)
     captures["resid_post", 14]              # CPU tensor [positions, hidden]
     captures.positions["resid_post", 14]    # [0, 1, 2, ...]
 
-Nothing is lost silently: a row that arrives twice, or that is selected and does not arrive, is a `CaptureError`.
+No row is lost silently: a row that arrives twice, or is selected and does not arrive, raises `CaptureError`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Rows(NamedTuple):
     Attributes:
         positions: int64 `[rows]`, absolute positions in the sequence.
         planes: of each row.
-        block: `[at least first + rows, width]`, that nobody writes these rows of any more. It may also hold other rows. Without rows it
-            still tells widths and dtype.
-        first: where in the block they begin.
+        block: `[at least first + rows, width]`. These rows of it do not change any more. It may also hold other rows. Even without rows
+            it tells widths and dtype.
+        first: the index of the first row in the block.
     """
 
     positions: np.ndarray
@@ -77,8 +77,8 @@ class Rows(NamedTuple):
         return cls(positions, each[0].planes, concatenate([rows.values for rows in each]))
 
 
-def in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tensor:
-    """Values of several `Rows`, `[rows, width]` each, whose own positions ascend, joined in the order of the positions."""
+def join_in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tensor:
+    """Join values of several `Rows`, `[rows, width]` each, in the order of their positions. The positions within each `Rows` ascend."""
     if len(values) == 1:
         return values[0]
     joined = torch.cat(list(values))
@@ -88,7 +88,7 @@ def in_order(values: Sequence[torch.Tensor], each: Sequence[Rows]) -> torch.Tens
     return joined[torch.from_numpy(np.argsort(positions)).to(joined.device)]
 
 
-def describe(key: PlaneKey) -> str:
+def plane_name(key: PlaneKey) -> str:
     """`resid_post[14]`, and `resid_post[14] (after the edits)`."""
     site, layer, when = key
     return f"{site}[{layer}]" + ("" if when == "before" else f" ({when} the edits)")
@@ -99,18 +99,18 @@ def _listed(positions: np.ndarray, most: int = 6) -> str:
     return f"position{'s' if positions.size > 1 else ''} {text}" + (", ..." if positions.size > most else "")
 
 
-# Where captured rows go.
+# Destinations.
 
 
 Selected = dict[PlaneKey, Selection]
-# Where the rows of a request go: each destination with what goes there; first None for the output, then a directory, a callable or a plan's
-# Consumer each.
+# The destinations of a request's rows, each with its rows. First comes None for the output, then directories, functions and a plan's
+# Consumers.
 Routes = tuple[tuple[Any, Selected], ...]
 NO_ROUTES: Routes = ((None, {}),)
 
 
-def identity(to: Any) -> tuple[Any, ...]:
-    """Equal for two ways to write one destination, and for no others."""
+def destination_key(to: Any) -> tuple[Any, ...]:
+    """A key that is equal for all spellings of one destination, and different for different destinations."""
     if isinstance(to, (str, Path)):
         return ("directory", str(Path(to).expanduser().absolute()))
     if isinstance(to, Consumer):
@@ -120,24 +120,24 @@ def identity(to: Any) -> tuple[Any, ...]:
 
 
 def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int]) -> Routes:
-    """Which rows go where. `layers` are the model's, or those of one pipeline stage where that stage does the routing.
+    """The destinations of a request's rows. `layers` are the model's, or a pipeline stage's if the stage delivers its own rows.
 
     Raises PlanError for a span that has not been resolved to positions.
     """
-    there = list(layers)
+    model_layers = list(layers)
     found: dict[tuple[Any, ...], tuple[Any, Selected]] = {(): (None, {})}
     for capture in captures:
         rows = Selection.of(capture.positions, prompt_length, capture.dtype)
         given: Any = capture.layers
         for to in capture.sinks:
-            _, selected = found.setdefault(() if to is None else identity(to), (to, {}))
-            for layer in there if given == "all" else [layer for layer in there if layer in given]:
+            _, selected = found.setdefault(() if to is None else destination_key(to), (to, {}))
+            for layer in model_layers if given == "all" else [layer for layer in model_layers if layer in given]:
                 key = (capture.site, layer, capture.when)
                 selected[key] = selected[key] | rows if key in selected else rows
     return tuple(route for name, route in found.items() if route[1] or not name)
 
 
-# Finding the rows of each plane among pieces.
+# Finding the rows of each plane among chunks.
 
 
 def rows_where(keep: np.ndarray) -> slice | np.ndarray:
@@ -149,13 +149,13 @@ def rows_where(keep: np.ndarray) -> slice | np.ndarray:
     return slice(first, last) if last - first == chosen.size else chosen
 
 
-class Arranged(NamedTuple):
-    """Where the rows of a plane lie among pieces, in the order of their positions. A plane is joined only when somebody asks for it.
+class RowIndex(NamedTuple):
+    """Finds the rows of a plane in chunks, in the order of their positions. A plane is joined only when it is read.
 
     Attributes:
-        parts: the number of a piece, and the index of rows of it.
+        parts: the number of a chunk, and the index of its rows.
         positions: of all rows, ascending.
-        order: sorts the rows of the concatenated parts; None if they are in order.
+        order: sorts the rows of the concatenate_rows parts; None if they are in order.
     """
 
     parts: list[tuple[int, slice | np.ndarray]]
@@ -163,28 +163,29 @@ class Arranged(NamedTuple):
     order: np.ndarray | None = None
 
 
-def arrange(
-    pieces: Mapping[int, np.ndarray], what: str | None, wanted: Selection | None = None, stop: int | None = None
-) -> Arranged:
-    """The rows of pieces, by the positions of each.
+def arrange_rows(
+    chunks: Mapping[int, np.ndarray], what: str | None, selection: Selection | None = None, stop: int | None = None
+) -> RowIndex:
+    """Index the rows of chunks, which are given by their positions.
 
     Args:
-        wanted: leaves out the other rows; None for all.
+        what: names the rows in errors. With None, a position may occur twice.
+        selection: leaves out the other rows; None for all.
         stop: leaves out the rows from this position on.
 
-    Raises CaptureError, which names `what`, if a position occurs twice, unless that is None; and if a row that is wanted does not occur.
+    Raises CaptureError if a position occurs twice, or if a selected row does not occur.
     """
-    expected = wanted.below(stop) if wanted is not None else None
-    there = np.concatenate([NO_POSITIONS, *pieces.values()])
-    if expected is not None and np.array_equal(there, expected):  # the usual case: all rows came, in order
-        return Arranged([(i, slice(None)) for i, piece in pieces.items() if piece.size], expected)
+    expected = selection.below(stop) if selection is not None else None
+    arrived = np.concatenate([NO_POSITIONS, *chunks.values()])
+    if expected is not None and np.array_equal(arrived, expected):  # the usual case: all rows came, in order
+        return RowIndex([(i, slice(None)) for i, chunk in chunks.items() if chunk.size], expected)
     chosen: list[tuple[int, slice | np.ndarray]] = []
-    for i, piece in pieces.items():
-        keep = wanted.mask(piece) if wanted is not None else np.ones(piece.size, bool)
-        chosen.append((i, rows_where(keep if stop is None else keep & (piece < stop))))
-    parts = [part for part in chosen if pieces[part[0]][part[1]].size]
-    parts.sort(key=lambda part: int(pieces[part[0]][part[1]][0]))
-    positions = np.concatenate([NO_POSITIONS, *(pieces[i][rows] for i, rows in parts)])
+    for i, chunk in chunks.items():
+        keep = selection.mask(chunk) if selection is not None else np.ones(chunk.size, bool)
+        chosen.append((i, rows_where(keep if stop is None else keep & (chunk < stop))))
+    parts = [part for part in chosen if chunks[part[0]][part[1]].size]
+    parts.sort(key=lambda part: int(chunks[part[0]][part[1]][0]))
+    positions = np.concatenate([NO_POSITIONS, *(chunks[i][rows] for i, rows in parts)])
     order = None
     if not (np.diff(positions) > 0).all():
         order = np.argsort(positions, kind="stable")
@@ -196,32 +197,32 @@ def arrange(
     if missing.size:
         rows_are = "1 row" if missing.size == 1 else f"{missing.size} rows"
         raise CaptureError(f"{what}: {rows_are} did not come ({_listed(missing)})")
-    return Arranged(parts, positions, order)
+    return RowIndex(parts, positions, order)
 
 
 def find_rows(
-    request: str, pieces: Sequence[tuple[np.ndarray, Planes]], stop: int | None, selected: Mapping[PlaneKey, Selection]
-) -> dict[PlaneKey, Arranged]:
-    """The selected rows of each plane below position `stop`, among pieces with these positions and planes.
+    request: str, chunks: Sequence[tuple[np.ndarray, Planes]], stop: int | None, selected: Mapping[PlaneKey, Selection]
+) -> dict[PlaneKey, RowIndex]:
+    """The selected rows of each plane below position `stop`, among chunks with these positions and planes.
 
     Raises CaptureError for a row that occurs twice, and for a selected row that is missing.
     """
     by_planes: dict[Planes, list[int]] = {}
-    for i, (_, planes) in enumerate(pieces):
+    for i, (_, planes) in enumerate(chunks):
         by_planes.setdefault(planes, []).append(i)
     everywhere = tuple(by_planes) if all(selected.keys() <= planes.by_key.keys() for planes in by_planes) else None
-    found: dict[PlaneKey, Arranged] = {}
-    shared: dict[Any, Arranged] = {}
+    found: dict[PlaneKey, RowIndex] = {}
+    shared: dict[Any, RowIndex] = {}
     for key, rows in selected.items():
         holders = everywhere or tuple(planes for planes in by_planes if key in planes.by_key)
-        if (same := (holders, id(rows))) not in shared:  # most planes have one selection, and come together
-            those = {i: pieces[i][0] for planes in holders for i in by_planes[planes]}
-            shared[same] = arrange(those, f"capture of {describe(key)} of request {request!r}", rows, stop)
+        if (same := (holders, id(rows))) not in shared:  # most planes have the same selection, and come together
+            those = {i: chunks[i][0] for planes in holders for i in by_planes[planes]}
+            shared[same] = arrange_rows(those, f"capture of {plane_name(key)} of request {request!r}", rows, stop)
         found[key] = shared[same]
     return found
 
 
-# What users see.
+# Captures as users get them.
 
 
 class ByPlane(Mapping[Any, V], Generic[V]):
@@ -253,7 +254,7 @@ class ByPlane(Mapping[Any, V], Generic[V]):
         return self._resolve(key)[2]
 
     def __repr__(self) -> str:
-        return f"<{self._what}: {', '.join(describe(key) for key in self._planes) or 'nothing'}>"
+        return f"<{self._what}: {', '.join(plane_name(key) for key in self._planes) or 'nothing'}>"
 
     def _resolve(self, key: Any) -> PlaneKey:
         with contextlib.suppress(TypeError):  # an unhashable object is no key
@@ -273,7 +274,7 @@ class ByPlane(Mapping[Any, V], Generic[V]):
 
 
 class Captured(ByPlane[torch.Tensor]):
-    """What a request captured: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype, or in
+    """A request's captures: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype, or in
     that of the `Capture`.
 
     Rows are in the order of their positions, which `positions` gives under the same keys. A tensor may be a view of
@@ -281,11 +282,11 @@ class Captured(ByPlane[torch.Tensor]):
     """
 
     def __init__(
-        self, request: str, pieces: Sequence[Rows] = (), found: Mapping[PlaneKey, Arranged] = MappingProxyType({})
+        self, request: str, chunks: Sequence[Rows] = (), found: Mapping[PlaneKey, RowIndex] = MappingProxyType({})
     ) -> None:
         super().__init__(f"capture of request {request!r}", found)
         self._request = request
-        self._pieces: Sequence[Rows] = pieces
+        self._chunks: Sequence[Rows] = chunks
         self._found = found
         self._tensors: dict[PlaneKey, torch.Tensor] = {}
 
@@ -299,7 +300,7 @@ class Captured(ByPlane[torch.Tensor]):
         return (Rows.of_plane(key, self._found[key].positions, self._value(key)) for key in self._planes)
 
     def take(self) -> dict[Any, torch.Tensor]:
-        """All tensors, contiguous. Each has its own memory. Only these captures share it, until they are dropped."""
+        """All tensors, contiguous. Each has its own memory, which only these captures share until they are dropped."""
         taken = {}
         for name in self:
             key = self._resolve(name)
@@ -309,11 +310,11 @@ class Captured(ByPlane[torch.Tensor]):
         return taken
 
     def _value(self, key: PlaneKey) -> torch.Tensor:
-        """Joined at the first access; once all planes are joined, the pieces are released."""
+        """Joined at the first access; once all planes are joined, the chunks are released."""
         if key not in self._tensors:
-            self._tensors[key] = _join(self._what, key, self._pieces, self._found[key])
+            self._tensors[key] = _join(self._what, key, self._chunks, self._found[key])
             if len(self._tensors) == len(self._found):
-                self._pieces = ()
+                self._chunks = ()
         return self._tensors[key]
 
     @classmethod
@@ -323,8 +324,8 @@ class Captured(ByPlane[torch.Tensor]):
         tensors: Mapping[PlaneKey, torch.Tensor],
         positions: Mapping[PlaneKey, Sequence[int] | np.ndarray],
     ) -> Captured:
-        """Captures whose planes have been joined, as another process has them."""
-        captured = cls(request, (), {key: Arranged([], np.asarray(rows, np.int64)) for key, rows in positions.items()})
+        """Captures whose planes are already joined, as another process sends them."""
+        captured = cls(request, (), {key: RowIndex([], np.asarray(rows, np.int64)) for key, rows in positions.items()})
         captured._tensors = dict(tensors)
         return captured
 
@@ -333,20 +334,20 @@ class Captured(ByPlane[torch.Tensor]):
         return Captured.of, (self._request, tensors, {key: found.positions for key, found in self._found.items()})
 
 
-def _join(what: str, key: PlaneKey, pieces: Sequence[Rows], found: Arranged) -> torch.Tensor:
-    parts = [pieces[number].plane(key)[rows] for number, rows in found.parts]
-    if not parts:  # no row of this plane; a piece without rows may still tell its width
-        known = (piece.plane(key)[:0].clone() for piece in pieces if key in piece.planes.by_key)
+def _join(what: str, key: PlaneKey, chunks: Sequence[Rows], found: RowIndex) -> torch.Tensor:
+    parts = [chunks[number].plane(key)[rows] for number, rows in found.parts]
+    if not parts:  # no row of this plane; a chunk without rows may still tell its width
+        known = (chunk.plane(key)[:0].clone() for chunk in chunks if key in chunk.planes.by_key)
         return next(known, torch.empty(0, 0))
     if len({(part.dtype, part.shape[1]) for part in parts}) > 1:
         kinds = sorted({f"{part.dtype} [{part.shape[1]}]" for part in parts})
-        raise CaptureError(f"{what}: the rows of {describe(key)} do not fit together: {', '.join(kinds)}")
-    joined = parts[0] if len(parts) == 1 else concatenated(parts)
+        raise CaptureError(f"{what}: the rows of {plane_name(key)} do not fit together: {', '.join(kinds)}")
+    joined = parts[0] if len(parts) == 1 else concatenate_rows(parts)
     return joined if found.order is None else joined[torch.from_numpy(found.order)]
 
 
-def converted(rows: torch.Tensor, dtype: str | None, what: str) -> torch.Tensor:
-    """The rows in a dtype; as they are for None. Raises CaptureError, which names `what`, if a number is too large for it."""
+def cast_rows(rows: torch.Tensor, dtype: str | None, what: str) -> torch.Tensor:
+    """The rows in a dtype; unchanged for None. Raises CaptureError, which names `what`, if a number is too large for the dtype."""
     if dtype is None or rows.dtype == getattr(torch, dtype):
         return rows
     new = rows.to(getattr(torch, dtype))
@@ -357,25 +358,27 @@ def converted(rows: torch.Tensor, dtype: str | None, what: str) -> torch.Tensor:
     return new
 
 
-def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """CPU tensors, joined along their rows.
+def concatenate_rows(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join CPU tensors along their rows.
 
-    numpy joins them in one thread. torch would use one for each core, and these stay busy for a while afterwards.
+    numpy joins them in one thread. torch would use a thread for each core, and these stay busy for a while afterwards.
     """
-    bits = np.concatenate([as_bits(piece).numpy() for piece in pieces])
-    return torch.from_numpy(bits).view(pieces[0].dtype)
+    bits = np.concatenate([as_bits(chunk).numpy() for chunk in chunks])
+    return torch.from_numpy(bits).view(chunks[0].dtype)
 
 
-def gather(request: str, pieces: Sequence[Rows], stop: int, selected: Mapping[PlaneKey, Selection]) -> Captured:
+def gather_captures(
+    request: str, chunks: Sequence[Rows], stop: int, selected: Mapping[PlaneKey, Selection]
+) -> Captured:
     """The selected rows of a request below position `stop`, in the order of their positions.
 
-    `stop` is prompt length plus generated tokens minus one: the last token is never fed back, and rows that asynchronous
-    scheduling computed past the end are not the user's.
+    `stop` is prompt length plus generated tokens minus one: the last token is never fed back into the model, and rows that asynchronous
+    scheduling computed past the end are dropped.
 
-    Raises CaptureError if a position came twice, or is selected and did not come, or if a number is too large for the dtype asked for.
+    Raises CaptureError if a position came twice, if a selected position did not come, or if a number is too large for the chosen dtype.
     """
-    captured = Captured(request, pieces, find_rows(request, [each[:2] for each in pieces], stop, selected))
+    captured = Captured(request, chunks, find_rows(request, [each[:2] for each in chunks], stop, selected))
     for key, rows in selected.items():
         if rows.dtype is not None:  # a number that is too large is an error now
-            captured._tensors[key] = converted(captured._value(key), rows.dtype, f"{captured._what}, {describe(key)}")
+            captured._tensors[key] = cast_rows(captured._value(key), rows.dtype, f"{captured._what}, {plane_name(key)}")
     return captured

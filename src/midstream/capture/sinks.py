@@ -1,18 +1,18 @@
-"""Hands the rows of running requests on to consumers as they arrive, and keeps those for the output.
+"""Hands the rows of running requests on to consumers as they arrive, and keeps the rows for the output.
 
     sinks = Sinks()
     capture = RequestCapture(CaptureInfo(request_id, prompt_token_ids), routes(plan.captures, prompt_length, range(num_layers)), sinks)
     capture.add(rows)                    # blocks while a consumer's queue is full
     capture.end(stop)                    # the request has ended: stop = prompt length + generated tokens - 1
-    capture.result(stop)                 # the output's captures, once all consumers have taken theirs; raises their errors
+    capture.result(stop)                 # the output's captures, after all consumers have taken their rows; raises their errors
 
 A consumer never sees rows of tokens that are dropped later: rows of generated positions are held until they are confirmed or the
-request ends. Failures are contained: one consumer's failure leaves its other requests, and the request's other consumers, alone.
+request ends. A consumer's failure affects neither its other requests nor the request's other consumers.
 
 - A consumer that raises fails the request that it raised for.
-- A consumer that spends more than `timeout` seconds in a call fails all requests that it has open, and those that begin
-  before the call returns. Until then the producer may wait for its full queue, which delays rows of others and loses none.
-- A slow consumer slows the producer down (`stats["blocked_seconds"]`, and one warning): nothing is dropped.
+- A consumer that spends more than `timeout` seconds in a call fails all its open requests, and those that begin before the call
+  returns. Until then the producer may wait for its full queue, which delays the rows of others.
+- A slow consumer slows the producer down (`stats["blocked_seconds"]`, and one warning). Rows are never dropped.
 - A row that arrives twice, or is missing at the end, fails its request at all of its consumers.
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,26 +39,25 @@ from midstream.capture.rows import (
     Captured,
     Routes,
     Rows,
-    Selected,
-    concatenated,
-    converted,
-    describe,
+    cast_rows,
+    concatenate_rows,
+    destination_key,
     find_rows,
-    gather,
-    identity,
+    gather_captures,
+    plane_name,
     rows_where,
 )
 from midstream.errors import CaptureError
-from midstream.plan.captures import PlaneKey, Planes
+from midstream.plan.captures import Planes
 from midstream.plan.values import Consumer
 
-JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size
+JOINED_BYTES = 16 << 20  # rows that were held are handed on in chunks up to this size
 DIRECTORY_IDLE, CALLABLE_IDLE = 60.0, 1.0  # seconds without requests
 
 
 def destination(to: Any) -> Destination:
     """The destination that `Capture(to=...)` names. Raises CaptureError for a consumer that no installed package has."""
-    key = identity(to)
+    key = destination_key(to)
     if isinstance(to, (str, Path)):
         path = Path(key[1])
         return Destination(key, f"directory {path}", lambda: DirectorySink(path), DIRECTORY_IDLE, may_write=False)
@@ -70,17 +68,6 @@ def destination(to: Any) -> Destination:
         return Destination(key, f"consumer {to.name!r}", lambda: factory(**options), idle, may_write=not is_own)
     name = getattr(to, "__qualname__", None) or type(to).__qualname__
     return Destination(key, f"callable {name}", lambda: CallableSink(to), CALLABLE_IDLE)
-
-
-@dataclass
-class _Way:
-    """A request's way to one consumer."""
-
-    thread: ConsumerThread
-    delivery: Delivery
-    selected: Selected
-    seen: set[PlaneKey] = field(default_factory=set)  # planes of which rows have come
-    empty: dict[PlaneKey, Rows] = field(default_factory=dict)  # no rows, for planes of which none have come
 
 
 class Sinks:
@@ -99,20 +86,19 @@ class Sinks:
         self._blocked_before = 0.0  # seconds, by consumers that were closed
         self._closed = False
 
-    def begin(self, capture: RequestCapture, info: CaptureInfo, routes: Routes) -> list[_Way]:
-        """A request begins: its way to each consumer. Raises CaptureError, and begins nothing, if a consumer is unknown."""
+    def begin(self, capture: RequestCapture, info: CaptureInfo, routes: Routes) -> list[Delivery]:
+        """Open a delivery to each consumer of a request. Raises CaptureError, and opens none, if a consumer is unknown."""
         targets = [(destination(to), selected) for to, selected in routes]
         with self._lock:
             if self._closed:
                 raise CaptureError(f"the capture of request {info.request_id!r} cannot begin: the engine is closed")
-            ways = []
+            deliveries = []
             for target, selected in targets:
-                told = replace(info, planes=tuple(selected))
-                while (delivery := self._thread(target).open(told, capture.report)) is None:
-                    pass  # its thread has just ended, being idle
-                ways.append(_Way(self._threads[target.key], delivery, selected))
+                while (delivery := self._thread(target).open(info, selected, capture.report)) is None:
+                    pass  # its idle thread has just ended
+                deliveries.append(delivery)
             self._open.add(capture)
-            return ways
+            return deliveries
 
     def forget(self, capture: RequestCapture) -> None:
         """The request is over."""
@@ -165,7 +151,7 @@ class RequestCapture:
         info: tells the consumers about the request.
         routes: where the request's rows go.
         empty: makes `Rows` without rows that have all selected planes. Without it, planes are known from their rows.
-        report: called with each error, if nobody calls `result`.
+        report: called with each error, for requests whose `result` is never called.
 
     Raises:
         CaptureError: a consumer is unknown, or the engine is closed.
@@ -183,22 +169,22 @@ class RequestCapture:
         (_, self._output), *others = routes
         self._sinks, self._empty = sinks, empty
         self._rows: list[Rows] = []  # for the output
-        self._confirmed = info.prompt_length  # rows below this position are the user's for good
+        self._confirmed = info.prompt_length  # rows below this position are final
         self._held: list[Rows] = []  # rows that are not confirmed
         self._arrived: list[tuple[np.ndarray, Planes]] = []  # to find rows that came twice or not at all
         self._error: Exception | None = None
         self._ended = not others
-        self._ways = sinks.begin(self, info, tuple(others)) if others else []
-        if self._ways and empty is not None:
+        self._deliveries = sinks.begin(self, info, tuple(others)) if others else []
+        if self._deliveries and empty is not None:
             self._take(empty())
 
     @property
     def held_bytes(self) -> int:
         return sum(rows.nbytes for rows in list(self._held))
 
-    def add(self, pieces: Iterable[Rows], confirmed: int = 0) -> None:
-        """Take rows, in any order; those below position `confirmed` are the user's for good. Blocks while a consumer's queue is full."""
-        for rows in pieces:
+    def add(self, chunks: Iterable[Rows], confirmed: int = 0) -> None:
+        """Take rows, in any order. Rows below position `confirmed` are final. Blocks while a consumer's queue is full."""
+        for rows in chunks:
             if self._output:
                 self._rows.append(rows)
             if not self._ended:
@@ -208,7 +194,7 @@ class RequestCapture:
             self._release()
 
     def end(self, stop: int | None = None, error: Exception | None = None) -> None:
-        """No more rows come. Those below `stop` are the user's (None: all of them); with an error, none are. A second call does nothing."""
+        """All rows have come. Rows below `stop` are valid; all are if it is None, and none with an error. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
@@ -220,10 +206,10 @@ class RequestCapture:
                 self.report(error)
         self._error = error
         self._held, self._arrived = [], []
-        for way in self._ways:
-            if error is None and (empty := way.empty.keys() - way.seen):
-                way.thread.give(way.delivery, [way.empty[key] for key in way.selected if key in empty])
-            way.thread.end(way.delivery, error)
+        for delivery in self._deliveries:
+            if error is None and (empty := delivery.empty.keys() - delivery.seen):
+                delivery.thread.give(delivery, [delivery.empty[key] for key in delivery.selected if key in empty])
+            delivery.thread.end(delivery, error)
         if self.report is not None:
             self._sinks.forget(self)
 
@@ -233,7 +219,7 @@ class RequestCapture:
         Raises CaptureError if rows are missing, or if a consumer failed the request; its cause is the consumer's exception.
         """
         self.end(stop)
-        waited = [way.thread.wait(way.delivery) for way in self._ways]
+        waited = [delivery.thread.wait(delivery) for delivery in self._deliveries]
         self._sinks.forget(self)
         errors = [error for error in (self._error, *waited) if error is not None]
         if errors:
@@ -243,7 +229,7 @@ class RequestCapture:
         return self._gather(stop)
 
     def discard(self, error: Exception | None = None) -> None:
-        """Drop the rows: nobody will ask for the result. Consumers are told of the error, if they have not been told of the end."""
+        """Drop the rows: `result` will not be called. Consumers that do not know of the end yet get the error."""
         self._rows = []
         self.end(error=error or CaptureError(f"request {self.request_id!r} was given up"))
         self._sinks.forget(self)
@@ -252,7 +238,7 @@ class RequestCapture:
         known = (rows.planes.by_key.keys() for rows in self._rows)
         if self._output and self._empty is not None and not any(self._output.keys() <= keys for keys in known):
             self._rows.append(self._empty())
-        captured = gather(self.request_id, self._rows, stop, self._output)
+        captured = gather_captures(self.request_id, self._rows, stop, self._output)
         self._rows = []
         return captured
 
@@ -272,57 +258,57 @@ class RequestCapture:
         if not confirmed.all():
             self._held.append(rows.take(rows_where(~confirmed)))
             rows = rows.take(rows_where(confirmed))
-        for way in sorted(self._ways, key=lambda way: way.thread.full):  # full queues last
-            if way.delivery.error is not None:
+        for delivery in sorted(self._deliveries, key=lambda delivery: delivery.thread.full):  # full queues last
+            if delivery.error is not None:
                 continue
             try:
-                planes = _by_plane(rows, way)
+                planes = _by_plane(rows, delivery)
             except CaptureError as error:  # a number that the capture's dtype cannot hold
                 return self.end(error=error)
             if planes:
-                way.thread.give(way.delivery, planes)
+                delivery.thread.give(delivery, planes)
 
     def _row_error(self, stop: int | None) -> CaptureError | None:
-        """The error of a request of which a row came twice, or was selected and did not come."""
+        """The error if a row came twice, or if a selected row did not come."""
         try:
-            for way in self._ways:
-                find_rows(self.request_id, self._arrived, stop, way.selected)
+            for delivery in self._deliveries:
+                find_rows(self.request_id, self._arrived, stop, delivery.selected)
         except CaptureError as error:
             return error
         return None
 
 
-def _joined(pieces: list[Rows]) -> Iterator[Rows]:
-    """The same rows in fewer pieces: generated rows come one by one, and each piece costs one call per plane."""
-    for _, alike in groupby(pieces, key=lambda rows: (rows.planes, rows.block.dtype, rows.block.shape[1])):
+def _joined(chunks: list[Rows]) -> Iterator[Rows]:
+    """The same rows in fewer chunks: generated rows come one by one, and each chunk costs one call per plane."""
+    for _, alike in groupby(chunks, key=lambda rows: (rows.planes, rows.block.dtype, rows.block.shape[1])):
         batch: list[Rows] = []
         size = 0
         for rows in alike:
             if batch and size + rows.nbytes > JOINED_BYTES:
-                yield Rows.joined(batch, concatenated)
+                yield Rows.joined(batch, concatenate_rows)
                 batch, size = [], 0
             batch.append(rows)
             size += rows.nbytes
-        yield batch[0] if len(batch) == 1 else Rows.joined(batch, concatenated)
+        yield batch[0] if len(batch) == 1 else Rows.joined(batch, concatenate_rows)
 
 
-def _by_plane(rows: Rows, way: _Way) -> list[Rows]:
-    """The rows that go this way, of one plane each. A small part of the rows is copied, so that it does not keep the rest in memory."""
+def _by_plane(rows: Rows, delivery: Delivery) -> list[Rows]:
+    """The rows of a delivery, of one plane each. A small part of the rows is copied, so that it does not keep the rest in memory."""
     chosen: dict[int, Rows] = {}
     found: list[Rows] = []
     for key in rows.planes.by_key:
-        selected = way.selected.get(key)
+        selected = delivery.selected.get(key)
         if selected is None:
             continue
         if id(selected) not in chosen:
             chosen[id(selected)] = rows.take(rows_where(selected.mask(rows.positions)))
         part = chosen[id(selected)]
-        plane = Rows.of_plane(key, part.positions, converted(part.plane(key), selected.dtype, describe(key)))
+        plane = Rows.of_plane(key, part.positions, cast_rows(part.plane(key), selected.dtype, plane_name(key)))
         if part.positions.size:
             found.append(plane)
-            way.seen.add(key)
-        elif key not in way.seen:
-            way.empty[key] = plane._replace(block=plane.block.clone())
+            delivery.seen.add(key)
+        elif key not in delivery.seen:
+            delivery.empty[key] = plane._replace(block=plane.block.clone())
     if sum(plane.nbytes for plane in found) * 2 < rows.nbytes:
         return [plane._replace(block=plane.block.clone()) for plane in found]
     return found

@@ -37,7 +37,7 @@ from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.sweeps.request import Metric, SweepRequest
-from midstream.sweeps.running import Sweeping, SweepStream
+from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.code import RETURNED, BlockProgram, Found, FunctionProgram, TraceProgram
@@ -605,7 +605,8 @@ class TraceModel(Sizes):
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
-        return Sweeping(self, clean, corrupt, answer, foil, asked, to)
+        """The object that runs a sweep."""
+        return SweepRun(self, clean, corrupt, answer, foil, asked, to)
 
     def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:
         """`with model.edit() as edited:` makes a view of the model. The block runs in each step of the view's requests.

@@ -123,7 +123,7 @@ def _replace_once(accessor: str, model: Any, layer: int, donor: torch.Tensor) ->
 
 
 @dataclass(frozen=True)
-class Edit:
+class ComparedEdit:
     """An edit at one layer. `stream`: whether the residual stream can be read downstream of it."""
 
     apply: Callable[[Any, int, torch.Tensor], None]
@@ -132,27 +132,27 @@ class Edit:
 
 
 EDITS = {
-    "steer": Edit(_steer),
-    "skip_layers": Edit(_skip),
-    "patch": Edit(_patch),
-    "ablate head": Edit(_ablate_head),
-    "ablate neurons": Edit(_ablate_neurons),
-    "zero layers_output": Edit(partial(_zero, "layers_output")),
-    "zero attentions_output": Edit(partial(_zero, "attentions_output")),
-    "zero mlps_output": Edit(partial(_zero, "mlps_output")),
-    "replace layers_input": Edit(partial(_replace, "layers_input")),
-    "replace attentions_input": Edit(partial(_replace, "attentions_input")),
-    "replace mlps_input": Edit(partial(_replace, "mlps_input")),
-    "replace resid_mid": Edit(partial(_replace, "resid_mid")),
-    "replace token_embeddings": Edit(partial(_replace_once, "token_embeddings"), per_layer=False),
-    "replace final_norm": Edit(partial(_replace_once, "final_norm"), per_layer=False, stream=False),
+    "steer": ComparedEdit(_steer),
+    "skip_layers": ComparedEdit(_skip),
+    "patch": ComparedEdit(_patch),
+    "ablate head": ComparedEdit(_ablate_head),
+    "ablate neurons": ComparedEdit(_ablate_neurons),
+    "zero layers_output": ComparedEdit(partial(_zero, "layers_output")),
+    "zero attentions_output": ComparedEdit(partial(_zero, "attentions_output")),
+    "zero mlps_output": ComparedEdit(partial(_zero, "mlps_output")),
+    "replace layers_input": ComparedEdit(partial(_replace, "layers_input")),
+    "replace attentions_input": ComparedEdit(partial(_replace, "attentions_input")),
+    "replace mlps_input": ComparedEdit(partial(_replace, "mlps_input")),
+    "replace resid_mid": ComparedEdit(partial(_replace, "resid_mid")),
+    "replace token_embeddings": ComparedEdit(partial(_replace_once, "token_embeddings"), per_layer=False),
+    "replace final_norm": ComparedEdit(partial(_replace_once, "final_norm"), per_layer=False, stream=False),
 }
 
 
 ENTRIES = (*READS, *EDITS)
 
 
-def run_edit(edit: Edit, at: int, layers: Sequence[int], donor: torch.Tensor, model: Any) -> Values:
+def run_edit(edit: ComparedEdit, at: int, layers: Sequence[int], donor: torch.Tensor, model: Any) -> Values:
     """The residual stream downstream of the edit, and the logits."""
     edit.apply(model, at, donor)
     downstream = [i for i in layers if i >= at] if edit.stream else []
@@ -179,8 +179,8 @@ class Side:
             self.values[name] = fn()
         except MidstreamError as error:
             first = error.exceptions[0] if isinstance(error, InterventionErrorGroup) else error
-            told = self.missing if isinstance(first, UnknownSiteError) else self.failed
-            told[name] = str(first).splitlines()[0]
+            reasons = self.missing if isinstance(first, UnknownSiteError) else self.failed
+            reasons[name] = str(first).splitlines()[0]
 
 
 def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int], names: Sequence[str] = ENTRIES) -> Side:
@@ -206,7 +206,7 @@ def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int], na
 
 def _run_edits(
     model: TraceModel,
-    edit: Edit,
+    edit: ComparedEdit,
     spots: Sequence[int],
     layers: Sequence[int],
     donors: dict[int, torch.Tensor],

@@ -1,4 +1,4 @@
-"""midstream inside of vLLM: it starts the engine, replaces parts of vLLM (`seams`), and adds its own worker and scheduler.
+"""The part of midstream inside vLLM: starts engines, replaces functions of vLLM (`seams`), and adds a worker and a scheduler.
 
-Besides this folder, only `serve` imports vLLM.
+Only this folder and `serve/` import vLLM.
 """

@@ -1,6 +1,6 @@
 """Parses and checks plans in the front end of any vLLM engine, and packs them into their wire form before the request is sent.
 
-Only the workers know which sites the model has, and the named vectors and recorded runs. They check these, and end a request that fails
+Only the workers know the model's sites, the named vectors and the recorded runs. They check these, and end a refused request
 with `finish_reason="error"` and the message as its `stop_reason`. `midstream.VLLM` checks everything before it sends a request.
 """
 
@@ -37,15 +37,18 @@ _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp
 
 
 async def on_a_thread(size: int, read: Callable[..., T], *arguments: Any) -> T:
-    """Run `read` on a thread that reads what strangers send: a server's event loop serves everyone.
+    """Run `read`, which parses a stranger's data, on another thread: the server's event loop serves all clients.
 
-    Small plans and large ones have a thread each, so that no small one waits for a large one. `size`: about that of its JSON.
+    There is a thread for small plans and one for large plans, so a small plan never waits for a large one.
+
+    Args:
+        size: the approximate size of the data as JSON, in characters.
     """
     return await asyncio.get_running_loop().run_in_executor(_readers[size > _LARGE], read, *arguments)
 
 
 def json_size(given: Any) -> int:
-    """About how many characters a value has as JSON, for large ones at least more than `_LARGE`."""
+    """The approximate size of a value as JSON, in characters. Above `_LARGE` it stops counting."""
     size, parts = 0, [given]
     while parts and size <= _LARGE:
         match parts.pop():
@@ -61,7 +64,7 @@ def json_size(given: Any) -> int:
 
 
 def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An `AsyncLLM.add_request` that parses plans from outside on a separate thread: it runs on a server's event loop."""
+    """An `AsyncLLM.add_request` that parses strangers' plans on another thread, since it runs on the server's event loop."""
     from vllm.v1.engine import EngineCoreRequest
 
     async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +75,7 @@ def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 own = await on_a_thread(json_size(given), _enveloped, self.vllm_config, given)
             except PlanError as error:
-                raise refused(error) from error
+                raise as_client_error(error) from error
             params = copy.copy(params)
             params.extra_args = {**(extra or {}), NAME: own}
         return await original(self, request_id, prompt, params, *args, **kwargs)
@@ -81,7 +84,7 @@ def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checking_plans(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An `InputProcessor.process_inputs` that checks plans: it is the first to know the prompt's tokens."""
+    """An `InputProcessor.process_inputs` that checks plans. It is the first function that knows the prompt's tokens."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
@@ -91,7 +94,7 @@ def checking_plans(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             payload = admitted(self.vllm_config, settings, request)
         except PlanError as error:
-            raise refused(error) from error
+            raise as_client_error(error) from error
         if payload is not None:
             params.extra_args = {**(params.extra_args or {}), NAME: payload}
         return request
@@ -100,15 +103,15 @@ def checking_plans(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _enveloped(config: Any, given: Any) -> Envelope:
-    """A plan from `extra_args` in the form that midstream's own clients use. Raises PlanError."""
+    """A plan from `extra_args`, in the form of midstream's own clients. Raises PlanError."""
     plan, is_strangers = given_plan(given)
     if is_strangers:
         check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers)
     return Envelope(plan=packed(plan))
 
 
-def misspelt(extra: Mapping[str, Any]) -> str | None:
-    """A key that is a misspelt "midstream", if there is one: vLLM ignores keys that nobody reads."""
+def misspelt_key(extra: Mapping[str, Any]) -> str | None:
+    """A key that is a misspelt "midstream", if there is one. vLLM ignores unknown keys."""
     for key in islice(extra, _MOST_KEYS):  # a client chooses how many there are, and how long they are
         name = re.sub(r"[^a-z]", "", str(key)[:32].lower())
         near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _SIMILARITY
@@ -117,14 +120,14 @@ def misspelt(extra: Mapping[str, Any]) -> str | None:
     return None
 
 
-def unread(place: str, key: str) -> PlanError:
+def misspelt_key_error(place: str, key: str) -> PlanError:
     """The error for a misspelt key."""
-    text = f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?"
+    text = f"{place} has the unknown key {fields.shown(key)}; did you mean {NAME!r}?"
     return PlanError(text, field=key)
 
 
-def refused(error: MidstreamError) -> PlanError:
-    """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400 with its field as `param`."""
+def as_client_error(error: MidstreamError) -> PlanError:
+    """The error in a class of client errors of vLLM: `AsyncLLM` raises it unchanged, and servers answer 400 with its field as `param`."""
     return _refusal()(str(error), field=error.field)
 
 
@@ -145,31 +148,31 @@ def _refusal() -> type[PlanError]:
 
 
 def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | None:
-    """The request's plan and trace in the form that goes to the engine, after the plan for every request. None if there is neither.
+    """The request's plan and trace in the form for the engine, with the engine-wide plan first. None if there are none.
 
     Raises:
         PlanError: the plan cannot be honoured.
     """
-    params, everyone = request.sampling_params, settings.plan
+    params, engine_wide = request.sampling_params, settings.plan
     extra = params.extra_args or {}
     given = extra.get(NAME)
     if given is None:
-        if config.parallel_config.worker_cls == WORKER and (key := misspelt(extra)) is not None:
-            raise unread("extra_args", key)
-        if everyone is None:
+        if config.parallel_config.worker_cls == WORKER and (key := misspelt_key(extra)) is not None:
+            raise misspelt_key_error("extra_args", key)
+        if engine_wide is None:
             return None
     _check_engine(config)
     envelope = given if type(given) is Envelope else _enveloped(config, given) if given is not None else Envelope()
     payload = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
     if payload is None:
-        if everyone is None:
+        if engine_wide is None:
             return dict(envelope)
         payload = PlanRequest(packed(Plan.of(None)))
-    vouched = payload.checked and everyone is None and settings.allow_traces
-    if vouched and payload.num_layers:  # from midstream.VLLM, which has done everything below
+    is_checked = payload.checked and engine_wide is None and settings.allow_traces
+    if is_checked and payload.num_layers:  # from midstream.VLLM, which has made all checks below
         return dict(envelope)
     own = payload.plan
-    plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
+    plan = _with_absolute_paths(_engine_wide_plan(engine_wide) + own if engine_wide is not None else own)
     if getattr(request, "prompt_embeds", None) is not None:
         raise PlanError(
             "A plan refers to the positions of a prompt's tokens, and this prompt was given as prompt_embeds. Give token ids, and the "
@@ -181,7 +184,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    payload = replace(payload, wire=wire, num_layers=layers, checked=vouched)
+    payload = replace(payload, wire=wire, num_layers=layers, checked=is_checked)
     if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
@@ -192,7 +195,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
 
 
 def _check_engine(config: Any) -> None:
-    """Raise PlanError for an engine that would not honour plans and traces."""
+    """Raise PlanError for an engine that cannot carry out plans and traces."""
     if config.parallel_config.worker_cls != WORKER:
         raise PlanError(
             "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "
@@ -205,8 +208,8 @@ def _check_engine(config: Any) -> None:
         )
 
 
-def _with_paths(plan: Plan) -> Plan:
-    """The plan with absolute directories: the engine may run in another one."""
+def _with_absolute_paths(plan: Plan) -> Plan:
+    """The plan with absolute directories, since the engine may have another working directory."""
 
     def absolute(to: Any) -> Any:
         return os.path.abspath(os.path.expanduser(to)) if isinstance(to, str) else to
@@ -220,7 +223,7 @@ def _with_paths(plan: Plan) -> Plan:
 
 
 @functools.lru_cache(1)
-def _everyone(plan: str) -> Plan:
+def _engine_wide_plan(plan: str) -> Plan:
     return Plan.of(plan)
 
 
@@ -228,7 +231,7 @@ _admitted: Memory[None] = Memory()
 
 
 def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: int | None, multimodal: bool) -> None:
-    """Raise PlanError for what the front end can tell. It knows the width of the residual stream, and no other site's."""
+    """Raise PlanError for mistakes that the front end can see. It knows the width of the residual stream only."""
     plan = unpacked(wire)
     layers, hidden, dtype = model
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}

@@ -1,4 +1,4 @@
-"""`midstream doctor`: whether the table of seams fits a vLLM, read from its sources. vLLM is neither imported nor started."""
+"""`midstream doctor`: compares the table of seams with vLLM's sources. vLLM is neither imported nor started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--vllm", metavar="PATH", type=Path, help="a folder with vLLM's sources; the default is the installed vLLM"
     )
-    sources = Sources(find_vllm(parser.parse_args(argv).vllm))
+    sources = PackageSources(find_vllm(parser.parse_args(argv).vllm))
     findings = [examine(seam, sources) for seam in SEAMS]
     print("\n".join(report(findings, sources)))
     return int(any(finding.problems for finding in findings))
@@ -52,11 +52,11 @@ def find_vllm(path: Path | None) -> Path:
 
 
 class Finding(NamedTuple):
-    """What was found for a row.
+    """The result for a row of the table.
 
     Attributes:
         status: `fits`, `CHANGED`, `MISSING`, or `absent` for a target that vLLM need not have.
-        problems: what does not fit, a sentence each.
+        problems: the differences, a sentence each.
     """
 
     seam: Seam
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
     problems: list[str]
 
 
-def examine(seam: Seam, sources: Sources) -> Finding:
+def examine(seam: Seam, sources: PackageSources) -> Finding:
     """Compare one row with vLLM's sources."""
     found = sources.find(seam.target)
     if found is None:
@@ -76,11 +76,11 @@ def examine(seam: Seam, sources: Sources) -> Finding:
         problems += _differences(seam.target.rpartition(".")[2], seam.signature, found, seam.does)
     for member in filter(None, seam.members.split("; ")):
         name, bracket, signature = member.partition("(")
-        there = sources.find(f"{seam.target}.{name}")
-        if there is None:
+        member_found = sources.find(f"{seam.target}.{name}")
+        if member_found is None:
             problems.append(f"{name} is gone.")
         elif bracket:
-            problems += _differences(name, bracket + signature, there, seam.does)
+            problems += _differences(name, bracket + signature, member_found, seam.does)
     if seam.does is Does.SUBCLASSES:
         listed = {member.partition("(")[0] for member in seam.members.split("; ")}
         problems += [
@@ -94,7 +94,7 @@ def examine(seam: Seam, sources: Sources) -> Finding:
 @functools.cache
 def _names_of(path: str) -> frozenset[str]:
     """The methods of one of midstream's classes, and the attributes that they assign to `self`; special methods left out."""
-    found = Sources(Path(__file__).parents[1], "midstream").find(path)
+    found = PackageSources(Path(__file__).parents[1], "midstream").find(path)
     if not isinstance(found, _Class):
         return frozenset()
     names = {name for statement in found.definition.body for name in _defined(statement)}
@@ -109,7 +109,7 @@ def _is_set_on_self(node: ast.Attribute) -> bool:
 
 
 def _differences(name: str, expected: str, found: object, does: Does) -> list[str]:
-    """How a function of vLLM's differs from the expected signature, a sentence each."""
+    """The differences between a function of vLLM and the expected signature, a sentence each."""
     if not isinstance(found, Function):
         return [f"{name} is no function any more."]
     want = ast.parse(f"def f{expected}: ...").body[0]
@@ -146,8 +146,8 @@ def _returns(expected: ast.expr, found: ast.expr) -> bool:
     return have.startswith(want.removesuffix("...]")) if want.endswith(", ...]") else have == want
 
 
-def report(findings: Sequence[Finding], sources: Sources) -> Iterator[str]:
-    """The table, and what does not fit, line by line."""
+def report(findings: Sequence[Finding], sources: PackageSources) -> Iterator[str]:
+    """The lines of the report: the table, then the problems."""
     version = sources.version
     yield f"vLLM {version or '(version unknown)'} in {sources.package}"
     if version is not None and not is_supported(version):
@@ -177,8 +177,8 @@ class _Module(NamedTuple):
     stars: list[str]  # modules from which all names are imported
 
 
-class Sources:
-    """The sources of a package, parsed file by file as they are asked for.
+class PackageSources:
+    """The sources of a package. Each file is parsed when it is first needed.
 
     Args:
         package: the folder of the package.
@@ -192,13 +192,13 @@ class Sources:
 
     @property
     def version(self) -> str | None:
-        """As the sources say; None if they do not."""
+        """The version in the sources; None if they have none."""
         file = self.package / "_version.py"
         found = re.search(r"__version__\s*=[^'\"\n]*['\"]([^'\"]+)", file.read_text()) if file.is_file() else None
         return found[1] if found else None
 
     def find(self, path: str) -> object | None:
-        """What a dotted path leads to: a function's or class's definition, or another object for anything else. None for nothing."""
+        """The definition that a dotted path leads to: a function's or class's, or another object for anything else. None if not found."""
         parts = path.split(".")
         for cut in range(len(parts), 0, -1):
             if (module := self._module(".".join(parts[:cut]))) is not None:
@@ -232,8 +232,8 @@ class Sources:
                 return node
         for base in owner.definition.bases:
             path = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            there = functools.reduce(self._member, path.split("."), owner.module)
-            if isinstance(there, _Class) and (found := self._of_class(there, name)) is not None:
+            base_class = functools.reduce(self._member, path.split("."), owner.module)
+            if isinstance(base_class, _Class) and (found := self._of_class(base_class, name)) is not None:
                 return found
         return None
 

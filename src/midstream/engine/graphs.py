@@ -1,9 +1,9 @@
-"""How steps run: with CUDA graphs, compiled without them, or uncompiled; and the sites inside compiled code.
+"""How steps run (with CUDA graphs, compiled without them, or uncompiled), and the sites inside compiled code.
 
 A forward hook at each built-in site calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step the op returns
-at once, and the graphs that vLLM records do not contain it. `recording` has graphs recorded with the plans' kernel in them; steps in which
-a plan acts replay those. In a step with traces that use only built-in sites, the op hands the residual stream to the interleaver from
-compiled code. Such a step gives up full graphs, but not compilation.
+at once, and the graphs that vLLM records do not contain it. `recording` records graphs with the plans' kernel; steps in which a plan acts
+replay them. In a step with traces that use only built-in sites, the op hands the residual stream to the interleaver from compiled code.
+Such a step runs compiled, without full graphs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _library: torch.library.Library | None = None
 
 
 class StepMode:
-    """How the step that is being prepared runs. The replaced functions of vLLM read it; all is False in steps without traces.
+    """The mode of the step that is being prepared, for the replaced functions of vLLM. All flags are False in steps without traces.
 
     Attributes:
-        no_full_graph: no full CUDA graph is replayed; graphs of the pieces between attention calls may be.
+        no_full_graph: no full CUDA graph is replayed; piecewise graphs may be.
         no_graphs: no CUDA graph is replayed.
         uncompiled: no compiled code runs.
         may_replay: whether a V2 runner's step may replay what vLLM chose, `(graph manager, kind of graph, batch descriptor) -> bool`;
@@ -67,11 +67,11 @@ def running_uncompiled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class EagerKernels:
-    """Switches a model's modules to vLLM's kernels and back. Does nothing except on CUDA and on the CPU.
+    """Switches a model's modules to vLLM's kernels and back. Only for CUDA and the CPU; it does nothing elsewhere.
 
-    An engine that compiles leaves norms and activations to the compiler, and has their plain PyTorch code in the modules: many small
-    kernels each, or one that `torch.compile` makes at its first call and again for other shapes. An uncompiled step uses vLLM's kernels
-    instead, as an eager engine does.
+    An engine that compiles leaves norms and activations to the compiler. Their modules have plain PyTorch code: many small kernels each,
+    or one that `torch.compile` makes at its first call and again for other shapes. An uncompiled step uses vLLM's kernels instead, as an
+    eager engine does.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
@@ -105,12 +105,12 @@ class EagerKernels:
 
 
 class SiteOp:
-    """What the op calls with a point's index, the hidden states and the residual.
+    """The functions that the op calls with a point's index, the hidden states and the residual.
 
     Attributes:
         edit: applies plans; None unless a plan acts in the step.
         fire: resumes traces; None unless the step has traces that use only built-in sites.
-        seen: collects the points at which the op is called; None unless somebody asks.
+        seen: collects the points at which the op is called; None if they are not collected.
     """
 
     edit: Fire | None = None
@@ -132,8 +132,8 @@ def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName)
 def _register() -> None:
     """Define `midstream::site`, once a process.
 
-    The point is a LayerName, vLLM's type for what differs from layer to layer: compiled graphs take it as an input. With a plain number,
-    vLLM would compile each layer's piece separately instead of once for all layers.
+    The point is a LayerName, vLLM's type for values that differ from layer to layer. Compiled graphs take it as an input. With a plain
+    number, vLLM would compile each layer's piece separately instead of once for all layers.
     """
     global _library
     if _library is None:
@@ -150,8 +150,8 @@ def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
 
     def is_buildable(binding: Binding, site: str) -> bool:
         """Whether the value is a full tensor of the forward, or the sum of two streams."""
-        beside_a_bias = site in ("attn_out", "mlp_out") and binding.residual is not None
-        return arch.shard_of(binding) is None and binding.scale == 1.0 and not beside_a_bias
+        has_bias_outside = site in ("attn_out", "mlp_out") and binding.residual is not None
+        return arch.shard_of(binding) is None and binding.scale == 1.0 and not has_bias_outside
 
     points = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
     return [(site, layer) for site, layer in points if is_buildable(arch.bindings[site, layer], site)]

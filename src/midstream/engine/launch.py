@@ -38,9 +38,9 @@ _SERVED_PARAMETERS = (  # of vLLM's SamplingParams
 
 
 def stepping_after_the_last_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an in-process engine's client that makes one more step if workers have not been told of a request's end.
+    """A method of an in-process engine's client that makes one more step if the workers do not know of a request's end yet.
 
-    An engine in a process of its own makes that step anyway. Without it, consumers of captures would wait for the next request.
+    Consumers of captures would otherwise wait for the next request. An engine in its own process makes that step anyway.
     """
 
     def call(self: Any, *args: Any) -> Any:
@@ -63,8 +63,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments with which a stock vLLM engine takes plans: `vllm.LLM(model, **midstream.engine_arguments())`, or `AsyncEngineArgs`.
 
-    Requests carry plans as `SamplingParams(extra_args={"midstream": plan})`. Captured rows go to directories and consumers, because no
-    client of midstream's is there to receive them. Traces are refused, because they are code.
+    Requests carry plans as `SamplingParams(extra_args={"midstream": plan})`. Captured rows go to directories and consumers, because a
+    stock engine has no midstream client that receives them. Traces are refused, because they are code.
 
     Args:
         plan: applies to every request, before its own plan; a `Plan` or a list of interventions, whose captures have `to=`.
@@ -95,7 +95,7 @@ def llm_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> d
     }
 
 
-def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
+def start_engine(arguments: dict[str, Any], *, is_async: bool) -> Any:
     """A `vllm.LLM` or a `vllm.v1.engine.async_llm.AsyncLLM`.
 
     It has its own directory for sockets, since vLLM leaves their files behind. The engine's processes remove the directory if the client
@@ -120,7 +120,7 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
 
 def _started(arguments: dict[str, Any], is_async: bool) -> Any:
-    """Arguments and errors as of `start`."""
+    """Arguments and errors as of `start_engine`."""
 
     def load() -> Callable[[], Any]:
         register()
@@ -158,17 +158,17 @@ def _started(arguments: dict[str, Any], is_async: bool) -> Any:
 
 
 def _near(name: str) -> str:
-    """The engine arguments most like a name, as the end of a message."""
+    """The engine arguments that are most similar to a name, as the end of a message."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return nearest(name, inspect.signature(AsyncEngineArgs).parameters)
 
 
 def _loaded(load: Callable[[], Any]) -> Any:
-    """Call `load`, which imports vLLM, on a separate thread.
+    """Call `load`, which imports vLLM, on another thread.
 
-    vLLM keeps errors of failed imports, and so all frames of the thread: those of the caller would keep its engine alive. Seen on 0.32
-    without torchcodec.
+    vLLM keeps errors of failed imports, and with them all frames of the thread. The caller's frames would keep its engine alive. Seen on
+    0.32 without torchcodec.
     """
     with ThreadPoolExecutor(1, "midstream-import") as pool:
         return pool.submit(load).result()
@@ -196,7 +196,7 @@ def shut_down(engine: Any) -> None:
         log.keep()
     try:
         with log.during_end() if log is not None else contextlib.nullcontext():
-            hurries = getattr(engine, "midstream_hurries", False)
+            hurries = getattr(engine, "midstream_ends_quickly", False)
             core.shutdown(timeout=_HURRY_SECONDS if hurries else _SHUTDOWN_SECONDS)
     finally:
         if log is not None:
@@ -204,38 +204,38 @@ def shut_down(engine: Any) -> None:
         shutil.rmtree(engine.midstream_sockets, ignore_errors=True)
 
 
-def hurry(engine: Any) -> None:
-    """The user has interrupted the engine's work: kill it if it does not end at once, for its processes take seconds to."""
-    engine.midstream_hurries = True
+def end_quickly(engine: Any) -> None:
+    """The user has interrupted the engine's work. `shut_down` will kill the engine, whose processes take seconds to end, at once."""
+    engine.midstream_ends_quickly = True
 
 
 def _has_died(engine: Any) -> bool:
-    """Whether vLLM knows that the engine has ended by itself."""
+    """Whether vLLM knows that the engine has crashed."""
     if not hasattr(engine, "llm_engine"):
         return bool(engine.errored)
     return not is_in_process(engine) and bool(engine.llm_engine.engine_core.resources.engine_dead)
 
 
-def died(engine: Any) -> EngineClosedError:
-    """The error for an engine that has ended by itself."""
+def died_error(engine: Any) -> EngineClosedError:
+    """The error for an engine that has crashed."""
     error = EngineClosedError("The engine died, or lost its results channel; its log says why. Start a new one.")
     keep_log(engine, error)
     return error
 
 
 def keep_log(engine: Any, error: BaseException) -> None:
-    """Keep the log of an engine that has ended by itself, if it is a file, and have the error name it."""
+    """Keep the log file of an engine that has crashed, and have the error name it."""
     if (log := getattr(engine, "midstream_log", None)) is not None:
         log.keep(error)
 
 
 def is_in_process(engine: Any) -> bool:
-    """Whether the engine runs in this process, and so makes no steps between calls."""
+    """Whether the engine runs in this process, where it makes steps only during calls."""
     return hasattr(engine, "llm_engine") and type(engine.llm_engine.engine_core).__name__ == "InprocClient"
 
 
 def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> Any:
-    """`vllm.SamplingParams`. A traced request's prompt is computed in full, never read from the prefix cache. Raises ParameterError."""
+    """`vllm.SamplingParams`. A traced prompt is computed in full and not read from the prefix cache. Raises ParameterError."""
     from vllm import SamplingParams
 
     extra = dict(params.get("extra_args") or {})
@@ -243,7 +243,7 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     if request is not None:
         given |= {"extra_args": {**extra, **request.to_extra_args()}, "skip_reading_prefix_cache": True}
     try:
-        with own_errors():
+        with translated_errors():
             made = SamplingParams(**given)
     except TypeError as error:
         raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
@@ -253,7 +253,7 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
 
 
 def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A stranger's sampling parameters, each of its type. Raises ParameterError."""
+    """A stranger's sampling parameters, converted to their types. Raises ParameterError."""
     from vllm import SamplingParams
 
     for name in given:
@@ -261,7 +261,7 @@ def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
             text = f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}"
             raise ParameterError(text, field=name)
     try:
-        with own_errors():
+        with translated_errors():
             made = msgspec.convert(dict(given), SamplingParams)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise ParameterError(f"Sampling parameters: {error}") from error
@@ -269,7 +269,7 @@ def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_prompt(token_ids: Sequence[int], text: str | None, salt: str | None) -> dict[str, Any]:
-    """A prompt for vLLM, with its text, if it has one. The KV of a prompt with a salt is shared only with prompts of the same salt."""
+    """A prompt for vLLM, with its text if it has one. KV of a prompt with a salt is shared only with prompts that have the same salt."""
     known = {"prompt": text, "cache_salt": salt}
     return {"prompt_token_ids": list(token_ids), **{name: each for name, each in known.items() if each is not None}}
 
@@ -296,18 +296,18 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         )
 
 
-def ask(engine: Any, method: str, *args: Any) -> Any:
-    """Call a method of each worker: a list of what they return, or an awaitable of it on an `AsyncLLM`.
+def call_workers(engine: Any, method: str, *args: Any) -> Any:
+    """Call a method of each worker. Returns the list of their results, or an awaitable of it on an `AsyncLLM`.
 
     Raises:
         EngineClosedError: the engine is dead.
     """
 
     async def awaited(answers: Awaitable[Any]) -> Any:
-        with own_errors(engine):
+        with translated_errors(engine):
             return await answers
 
-    with own_errors(engine):
+    with translated_errors(engine):
         answers = engine.collective_rpc(method, args=args)
     return awaited(answers) if inspect.isawaitable(answers) else answers
 
@@ -333,32 +333,32 @@ def wake_waiting_callers(llm: Any) -> None:
 
 def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[str]:
     """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
-    with own_errors(llm):
+    with translated_errors(llm):
         return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False)] if prompts else []
 
 
 def step(llm: Any) -> list[Any]:
     """Wait for a step of a `vllm.LLM`, and return the outputs of the requests that ended in it."""
-    with own_errors(llm):
+    with translated_errors(llm):
         return [output for output in llm.llm_engine.step() if output.finished]
 
 
 def abort(llm: Any, names: list[str]) -> None:
     """Abort requests by their ids."""
-    # What ended the caller's work matters more than an error here, and a dead engine has dropped the requests.
+    # The caller's own error matters more than an error here, and a dead engine has dropped the requests.
     with contextlib.suppress(Exception):
         llm.llm_engine.abort_request(names)
 
 
 @contextlib.contextmanager
-def own_errors(engine: Any = None) -> Iterator[None]:
-    """Turn vLLM's errors into midstream's: those that say that the engine is dead, and those that refuse a request."""
+def translated_errors(engine: Any = None) -> Iterator[None]:
+    """Turn vLLM's errors into midstream's, if they say that the engine is dead or that a request is refused."""
     try:
         yield
     except Exception as error:
         kinds = {each.__name__ for each in type(error).__mro__}
         if "EngineDeadError" in kinds:
-            raise died(engine) from error
+            raise died_error(engine) from error
         if not (
             kinds & {"VLLMClientError", "VLLMValidationError"} or ("ValueError" in kinds and _is_about_input(error))
         ):
@@ -371,7 +371,7 @@ def own_errors(engine: Any = None) -> Iterator[None]:
 
 
 def _is_about_input(error: BaseException) -> bool:
-    """Whether it was raised where vLLM checks its input. In 0.26 not all of these errors have their own class."""
+    """Whether vLLM's checks of its input raised the error. In 0.26 not all of these errors have their own class."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = frames[-1].f_globals.get("__name__", "") if frames else ""
     return module.startswith(

@@ -1,8 +1,8 @@
-"""vLLM's log in a file, and one line that tells how far an engine's start is.
+"""vLLM's log in a file, and one line that shows the progress of an engine's start.
 
-Processes inherit file descriptors 1 and 2. They are the file's while the engine starts; then this process gets its own back, and the
-engine's processes keep the file. What code of the user's prints there, as in a trace, comes back through pipes in the directory of the
-engine's sockets.
+Processes inherit file descriptors 1 and 2. While the engine starts, they belong to the file. Then this process gets its own back, and the
+engine's processes keep the file. Prints of the user's code in the workers, as in a trace, come back through pipes in the directory of
+the engine's sockets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _redirecting = threading.Lock()  # file descriptors are the whole process's
 
 
 def new_log() -> EngineLog | None:
-    """A log for an engine that will start. None if the user has chosen by an environment variable what vLLM logs where."""
+    """A log for an engine that will start. None if the user has configured vLLM's log by an environment variable."""
     return None if any(name in os.environ for name in _CHOICES) else EngineLog()
 
 
@@ -61,7 +61,7 @@ class EngineLog:
 
     @contextlib.contextmanager
     def during_start(self) -> Iterator[None]:
-        """Send all output of this process to the file in the block, and show the status line. Errors of vLLM's say where the file is."""
+        """Send all output of this process to the file in the block, and show the status line. Errors of vLLM name the file."""
         try:
             with _redirecting, ExitStack() as stack:
                 stack.enter_context(_status_line(self.path))
@@ -112,8 +112,8 @@ class EngineLog:
 
     @contextlib.contextmanager
     def during_end(self) -> Iterator[None]:
-        """Send what this process logs for vLLM to the file in the block."""
-        if not _redirecting.acquire(blocking=False):  # an engine starts, which takes this process's log
+        """Send this process's log of vLLM to the file in the block."""
+        if not _redirecting.acquire(blocking=False):  # another engine starts and has this process's log
             yield
             return
         try:
@@ -134,7 +134,7 @@ class EngineLog:
                     handler.setStream(stream)
 
     def keep(self, error: BaseException | None = None) -> None:
-        """Keep the file once the engine has ended, and have the error say, once, where it is and what its last errors are."""
+        """Keep the file after the engine has ended, and add a note to the error with the file's path and last errors, once."""
         self._is_kept = True
         if error is None or any(self.path in note for note in getattr(error, "__notes__", ())):
             return
@@ -144,7 +144,7 @@ class EngineLog:
             error.add_note(f"vLLM's log is {self.path}. It has no error, as when a process was killed.")
 
     def return_prints(self, directory: str) -> None:
-        """Write to this process's stdout and stderr what the workers' Python code prints from now on.
+        """From now on, write the prints of the workers' Python code to this process's stdout and stderr.
 
         Args:
             directory: of the engine's sockets.
@@ -153,7 +153,7 @@ class EngineLog:
         self._prints.start()
 
     def close(self) -> None:
-        """Close the log of an engine that has ended, and delete the file unless it is to be kept."""
+        """Close the log of an engine that has ended. Deletes the file unless `keep` was called."""
         if self._prints is not None:
             self._prints.close()
             self._prints = None
@@ -164,7 +164,7 @@ class EngineLog:
 
 
 def errors_in(path: str) -> list[str]:
-    """The last errors that vLLM has logged, without stack traces; if none, the end of the last traceback that a process printed."""
+    """The last errors in vLLM's log, without stack traces. Without any, the end of the last traceback that a process printed."""
     lines = [line for line in _COLOUR.sub("", Path(path).read_text(errors="replace")).splitlines() if line.strip()]
     logged = [match[2] for line in lines if (match := _LINE.search(line)) and match[1] in ("ERROR", "CRITICAL")]
     if told := [text for text in logged if text and not text.startswith((" ", _TRACEBACK))]:
@@ -175,9 +175,9 @@ def errors_in(path: str) -> list[str]:
 
 
 def print_to_client() -> None:
-    """In a worker: send what Python code prints from now on to the client, if it takes it. vLLM's logger keeps its own stream."""
+    """In a worker: from now on send prints of Python code to the client, if it has pipes for them. vLLM's logger keeps its stream."""
     for name, redirect in zip(_STREAMS, (contextlib.redirect_stdout, contextlib.redirect_stderr), strict=True):
-        with contextlib.suppress(OSError):  # there is no pipe if the log is no file's, or on another host
+        with contextlib.suppress(OSError):  # there is no pipe if the log is not in a file, or on another host
             pipe = os.open(Path(os.environ.get(SOCKETS, ""), name), os.O_WRONLY | os.O_NONBLOCK)
             os.set_blocking(pipe, True)
             redirect(os.fdopen(pipe, "w", buffering=1)).__enter__()
@@ -211,14 +211,14 @@ class _Prints(threading.Thread):
             os.close(pipe)
 
     def close(self) -> None:
-        """End once all that has come is written."""
+        """Write everything that has come, and end."""
         os.close(self._ended)
-        if threading.current_thread() is not self:  # garbage may be collected in any thread, an engine among it
+        if threading.current_thread() is not self:  # the garbage collector may close an engine in any thread
             self.join()
 
 
 class _Switch:
-    """A stream to write to a log, and after `restore` to another: code that runs during the start may keep it."""
+    """A stream that writes to a log, and after `restore` to another stream. Code that runs during the start may keep it."""
 
     def __init__(self, log: Any, other: Any) -> None:
         self._now, self._other = log, other
@@ -249,7 +249,7 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def _status_line(path: str) -> Iterator[None]:
-    """Where a person watches, rewrite one line every second in the block, and clear it at the end."""
+    """In terminals and notebooks: rewrite one line every second in the block, and clear it at the end."""
     if not is_watched():
         yield
         return
@@ -275,7 +275,7 @@ def _follow(path: str, line: _Line, over: threading.Event) -> None:
 
 
 class _Line:
-    """A line on stderr as it is now, to be rewritten."""
+    """A line on stderr that can be rewritten. Keeps the stderr of the time when it was made."""
 
     def __init__(self) -> None:
         self._stream, self._before = sys.stderr, 0
@@ -286,7 +286,7 @@ class _Line:
                 self._terminal = os.dup(self._stream.fileno())
 
     def write(self, text: str) -> None:
-        """Write `text` over the last one; "" leaves an empty line with the cursor at its beginning."""
+        """Replace the line's text. "" leaves an empty line with the cursor at its beginning."""
         text = text[: self._width()]
         data = "\r" + text.ljust(self._before) + ("" if text else "\r")
         self._before = len(text)
@@ -306,7 +306,7 @@ class _Line:
 
 
 def _last_message(path: str) -> str:
-    """What the last line that vLLM or a progress bar has written to a log says; "" if there is none."""
+    """The last message of vLLM or of a progress bar in a log; "" if there is none."""
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         text = _COLOUR.sub("", file.read().decode(errors="replace"))

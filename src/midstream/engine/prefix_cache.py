@@ -1,9 +1,9 @@
-"""Plans and vLLM's prefix cache, in the scheduler's process: which KV blocks a planned request may read, and who may read its blocks.
+"""Plans and vLLM's prefix cache, in the scheduler's process: which KV blocks planned requests share with others.
 
-A block's hash gets a key made of everything that the plan has changed before the block's end. Blocks before the first change get no key and
-are shared with all requests; blocks that differ in any edit are never shared. A request that captures part of its prompt takes cache hits
-only up to the lowest captured position. Workers may refuse a plan and compute the step without it, so a request's blocks from the first
-change on stay out of the cache until the workers have taken its plan.
+A block's hash gets a key made of all edits of the plan before the block's end. Blocks before the first change get no key and are shared
+with all requests. Blocks that differ in any edit are never shared. A request that captures part of its prompt takes cache hits only up to
+the lowest captured position. Workers may refuse a plan and compute the step without it, so a request's blocks from the first change on
+stay out of the cache until the workers have accepted its plan.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def block_key(request: Any, end: int) -> str | None:
 
 
 def longest_hit(request: Any) -> int | None:
-    """How many of the request's tokens may come from the cache; None if there is no limit."""
+    """The number of the request's tokens that may come from the cache; None for no limit."""
     return _sharing_of(request).hit
 
 
 def rekey(request: Any) -> None:
-    """Has to be called when a request is preempted.
+    """Give the blocks of a preempted request new keys.
 
-    A session's plan applies to all positions that are computed again, including those that were first computed before the plan came. Their
-    blocks have older keys.
+    A session's plan applies to all positions that are computed again, also to positions that were first computed before the plan came.
+    Their blocks have older keys.
     """
     known: _Sharing | None = getattr(request, "midstream_cache", None)
     if known is not None and isinstance(known.keys, _UniqueKey):
@@ -62,8 +62,8 @@ class _Sharing(NamedTuple):
     Attributes:
         keys: of the request's blocks; None if it shares all of them.
         hit: see `longest_hit`.
-        may_be_gone: whether the plan needs something that may be deleted before the request begins.
-        is_open: whether the plan names vectors that may be replaced by others later.
+        may_be_gone: whether the plan needs a vector or a run that may be deleted before the request begins.
+        is_open: whether the plan names vectors that may be replaced later.
         wire: the packed plan, one object for all requests that have it.
     """
 
@@ -76,7 +76,7 @@ class _Sharing(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The bytes that it takes to remember this. It is never remembered for an open plan."""
+        """The bytes that this counts in `_known`. Open plans are never kept there."""
         return sys.maxsize if self.is_open else len(self.wire) + (self.keys.size if self.keys is not None else 0)
 
 
@@ -85,7 +85,7 @@ _known: Memory[_Sharing] = Memory()
 
 
 def _sharing_of(request: Any) -> _Sharing:
-    """The restrictions of a request. Has to be quick for a request that has and had no plan: it is called for every request."""
+    """The restrictions of a request. It is called for every request, so it must be quick for requests that never had a plan."""
     if getattr(request.sampling_params, "extra_args", None) is None:
         known: _Sharing | None = getattr(request, "midstream_cache", None)
         if known is None or known.keys is None:
@@ -96,7 +96,7 @@ def _sharing_of(request: Any) -> _Sharing:
 def remember(request: Any) -> _Sharing:
     """Note the restrictions of a request under its current sampling parameters.
 
-    Has to be called before a request of streaming input gets other parameters: its blocks so far have the current ones.
+    To be called before a request of streaming input gets other parameters: its present blocks were computed with the current ones.
     """
     # The prompt itself: vLLM hashes the blocks of streaming input before it counts them.
     length = len(request.prompt_token_ids) if request.prompt_token_ids is not None else request.num_prompt_tokens
@@ -132,16 +132,16 @@ def _plans_sharing(planned: PlanRequest, length: int) -> _Sharing:
     return _Sharing(length, keys if changes_any else None, hit, may_be_gone(plan), has_open_names(plan), planned.wire)
 
 
-class Taken:
-    """The plans that an engine's workers have taken."""
+class AcceptedPlans:
+    """The plans that an engine's workers have accepted."""
 
     def __init__(self) -> None:
         self._plans: Memory[None] = Memory()
 
     def held_from(self, request: Any) -> int | None:
-        """The position from which a request's blocks are held back until its plan is taken.
+        """The position from which a request's blocks are held back until the workers have accepted its plan.
 
-        None if the plan is sure to be taken, or if no other request has the same keys.
+        None if they surely accept it, or if no other request has the same keys.
         """
         sharing = _sharing_of(request)
         if not isinstance(sharing.keys, PlanKeys):
@@ -156,7 +156,7 @@ class Taken:
 
 
 def _case(sampling_params: Any) -> tuple[bytes, bool, bool] | None:
-    """Everything that the workers judge a plan by; None without a readable plan."""
+    """The parts of a request that decide whether the workers accept its plan; None without a readable plan."""
     try:
         planned = PlanRequest.of(sampling_params)
     except PlanError:
@@ -165,10 +165,10 @@ def _case(sampling_params: Any) -> tuple[bytes, bool, bool] | None:
 
 
 class EditedBlocks:
-    """The KV blocks that hold what plans and traces have changed, until they are cleared for their next request.
+    """The KV blocks that hold changed KV of plans and traces, until they are cleared for their next request.
 
-    Some attention kernels (vLLM's on the CPU) multiply the masked rows of a block by zero, and zero times infinity is NaN. So a block that
-    still holds what another request's edits wrote must not be used.
+    Some attention kernels (vLLM's on the CPU) multiply the masked rows of a block by zero, and zero times infinity is NaN. So a block with
+    another request's changed KV must be cleared before it is used.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class EditedBlocks:
             self._written.update(group)
 
     def allocate(self, blocks: Iterable[Any]) -> None:
-        """Note the blocks that are given to a request which computes all of their rows itself."""
+        """Note blocks that are given to a request as new: it computes all their rows itself."""
         if self._written:
             old = [block.block_id for block in blocks if block.block_id in self._written]
             self._written.difference_update(old)
@@ -218,7 +218,7 @@ class _Coordinator:
 
 
 def holding_back(manager: Any, held_from: Callable[[str], int | None]) -> Replacement:
-    """Hold blocks of vLLM's KVCacheManager back in a with-block.
+    """In a with-block, keep blocks out of vLLM's KVCacheManager.
 
     Args:
         held_from: request id -> the position up to which its blocks are cached; None for all of them.

@@ -1,20 +1,20 @@
 """CUDA graphs with the plans' kernel in them, recorded by what acts in a step.
 
-vLLM records its graphs when the engine starts, and they contain nothing of midstream's. A step in which plans act needs graphs with the
-kernel at the sites at which they act, and at no other, since every launch costs time. Such graphs are recorded when they are first needed:
-one batch size at a time, by vLLM's own code, between two steps. `ActingGraphs` keeps them, up to a number of bytes.
+vLLM records its graphs when the engine starts, without midstream's kernel. A step in which plans act needs graphs with the kernel at the
+sites at which they act, and at no other site, since every launch costs time. Such graphs are recorded when they are first needed: one batch
+size at a time, by vLLM's own code, between two steps. `ActingGraphs` keeps them, up to a number of bytes.
 
-Until the graph that a step needs is there, the step gives up full graphs. In mixed batches, and in such steps, vLLM replays a separate
-graph for each piece of the forward between two attention calls. A piece in which a plan acts, or in which a trace waits, then runs from its
-compiled code, which calls the site op: see `Pieces`. To split the forward at each site as well would cost every mixed batch a tenth of a
-millisecond a layer, also without plans and traces.
+Until the graph that a step needs is recorded, the step runs without full graphs. In mixed batches, and in such steps, vLLM replays a
+separate graph for each piece of the forward between two attention calls. A piece in which a plan acts, or in which a trace waits, then runs
+from its compiled code, which calls the site op: see `PiecewiseGraphs`. Splitting the forward at each site as well would cost every mixed
+batch a tenth of a millisecond a layer, also without plans and traces.
 
-All ranks decide alike without a word to each other: decisions follow from what the scheduler has sent and from numbers that the ranks have
-agreed on at the start. So the size of a graph is one such number, and not what the driver reports at the time.
+All ranks make the same decisions without communication: they decide by the scheduler's messages, and by numbers that the ranks agreed on at
+the start. The size of a graph is such a number; the driver's report would differ between ranks.
 
-The graphs lie in vLLM's own memory pool, and are recorded on the streams on which vLLM recorded its own, since PyTorch uses memory of a
-pool again on the same stream alone. Graphs are replayed one after another, so all of them share the memory for activations, and a graph
-takes what the driver keeps for it. The driver has that back as soon as the graph is dropped.
+The graphs lie in vLLM's own memory pool. They are recorded on the streams on which vLLM recorded its graphs, since PyTorch reuses memory of
+a pool on the same stream only. Graphs are replayed one after another, so all of them share the memory for activations. A graph takes only
+the memory that the driver keeps for it, which is free again as soon as the graph is dropped.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from midstream.engine.plugin import Replacement
 
 _log = logging.getLogger(__name__)
 
-Acting = frozenset[Hashable]  # what acts in a step: the names of sites, and programs
-Key = tuple[Acting, str, Hashable]  # what acts, the kind of graph as CUDAGraphMode names it, and the batch's descriptor
-Call = Callable[..., Any]
+Acting = frozenset[Hashable]  # the sites and programs that act in a step: names of sites, and `InGraph`s
+GraphKey = tuple[Acting, str, Hashable]  # the sites that act, the name of a CUDAGraphMode, and the batch's descriptor
+AnyFunction = Callable[..., Any]
 ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
 NOTHING: Acting = frozenset()
 _PATIENCE = 2  # a batch that comes once is not worth a recording, which takes as long as some steps
 _REMEMBERED = 4096  # batches whose number of steps is remembered
-_SMALLEST = 1 << 20  # bytes; what the driver keeps for a graph at least
+_SMALLEST = 1 << 20  # bytes; the driver keeps at least this for a graph
 
 
 class Kernel(NamedTuple):
-    """What the site op does in graphs of some acting things. It may read memory that has to be held as long as the graphs.
+    """The functions that the site op calls while graphs are recorded. They may refer to memory that must live as long as the graphs.
 
     Attributes:
         fire: called while a graph is recorded.
-        warm_up: called in forwards that vLLM runs before it records; changes nothing.
+        warm_up: called in the forwards that vLLM runs before it records. It changes nothing.
     """
 
     fire: Fire
     warm_up: Fire = lambda point, hidden, residual: None
 
 
-class Pieces:
-    """The pieces of one model's forward, and which of them run from their compiled code in the step.
+class PiecewiseGraphs:
+    """The piecewise CUDA graphs of one model. It decides which pieces run from their compiled code in the step, and not from their graph.
 
     Attributes:
         expects: whether a trace of the step waits at a point; None if the step has no such traces.
@@ -76,7 +76,7 @@ class Pieces:
     def stopping_at(self, expects: Callable[[int], bool]) -> Iterator[None]:
         """Run a piece from its compiled code, which calls the site op, if a trace waits at one of its points.
 
-        In such a block of another's, pieces stop for both.
+        If such blocks are nested, pieces stop for both.
         """
         outer = self.expects
         self.expects = expects if outer is None else lambda point: outer(point) or expects(point)
@@ -93,7 +93,7 @@ class Pieces:
         self._call_by_us()
 
     def end_step(self) -> None:
-        """The forward is queued."""
+        """To be called when the forward is queued."""
         self._acts = None
         if self._calling is not None and self.expects is None:
             self._calling.switch(False)
@@ -104,7 +104,7 @@ class Pieces:
             self._calling = calling_pieces_by(self._call)
             self._calling.switch(True)
 
-    def _call(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, vllms: AnyFunction, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
         points = self._points.get(piece)
         if points is not None and not any(map(self._stops, points)):
             return vllms(piece, *args, **kwargs)
@@ -136,7 +136,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [value for value in (output if isinstance(output, (tuple, list)) else [output]) if torch.is_tensor(value)]
 
 
-def calling_pieces_by(call: Call) -> Replacement:
+def calling_pieces_by(call: AnyFunction) -> Replacement:
     """Replaces calls of pieces by `call(vLLM's __call__, piece, *args, **kwargs)`, while it is switched on."""
     vllms = CUDAGraphWrapper.__call__
 
@@ -149,12 +149,12 @@ def calling_pieces_by(call: Call) -> Replacement:
 
 
 class SetOfGraphs:
-    """The graphs of the steps in which the same things act: one dictionary for each object that holds graphs of vLLM's.
+    """The graphs of the steps in which the same sites and programs act: one dictionary for each object of vLLM's that holds graphs.
 
-    Such an object is a piece, or what holds the full graphs. Its dictionary takes the place of vLLM's while `switch` says so.
+    Such an object is a piece, or the holder of the full graphs. While the set is switched on, its dictionaries replace vLLM's.
 
     Attributes:
-        kernel: what the site op did while they were recorded.
+        kernel: the functions that the site op called while the graphs were recorded.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class SetOfGraphs:
         self._on = False
 
     def recorded_with(self, kernel: Kernel | None) -> Kernel:
-        """What the site op does while they are recorded: `kernel`, if they had none before."""
+        """The functions that the site op calls while they are recorded: `kernel`, if they had none before."""
         self.kernel = self.kernel or kernel
         assert self.kernel is not None
         return self.kernel
@@ -172,7 +172,7 @@ class SetOfGraphs:
     def add(self, target: str, owner: Any) -> None:
         """Hold the graphs of `owner`, whose attribute `target` names, if they are not held yet.
 
-        To be called while no other set is switched on: what the owner has then is vLLM's, and comes back with `switch(False)`.
+        To be called while no other set is switched on: the owner's dictionary is then vLLM's own, and `switch(False)` restores it.
         """
         if owner not in self._graphs:
             self._graphs[owner] = {}
@@ -196,20 +196,20 @@ class SetOfGraphs:
 
 
 class ActingGraphs:
-    """The graphs of one worker, by what acts: recorded when they are needed, and dropped when others need their room.
+    """The graphs of one worker, by the sites that act: recorded when they are needed, and dropped to make room for others.
 
     Args:
         limit: how many bytes of graphs are kept.
-        kernel: what the site op does in a graph of these acting things; None if there can be no such graph.
+        kernel: the kernel for a graph in which these sites act; None if there can be no such graph.
         acts: whether a plan acts at a point in the step that is running.
         record: has vLLM record its graph of a kind and a batch descriptor.
-        full: the attribute, and the object, in which vLLM looks for full graphs; None if it has none.
-        pieces: those of the model.
-        fixed: what the graphs are for that are recorded when the engine starts; None if graphs are recorded later.
+        full: the attribute and the object in which vLLM looks for full graphs; None if it has none.
+        piecewise: the piecewise graphs of the model.
+        fixed: the sites of the only set of graphs, which is recorded when the engine starts; None if graphs are recorded later.
 
     Attributes:
-        acting: what acts in the coming step.
-        bytes_each: what a graph counts for; on all ranks the same.
+        acting: the sites that act in the coming step.
+        bytes_each: the size that each graph is counted with; the same on all ranks.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class ActingGraphs:
         acts: Callable[[int], bool],
         record: Callable[[str, Any], None],
         full: tuple[str, Any] | None,
-        pieces: Pieces,
+        piecewise: PiecewiseGraphs,
         fixed: Acting | None = None,
     ) -> None:
         self.acting = NOTHING
@@ -227,13 +227,13 @@ class ActingGraphs:
         self.fixed = fixed
         self.recordings = 0
         self._limit, self._kernel, self._acts, self._record = limit, kernel, acts, record
-        self._full, self._pieces = full, pieces
+        self._full, self._piecewise = full, piecewise
         self._sets: dict[Acting, SetOfGraphs] = {}
-        self._recorded: OrderedDict[Key, set[tuple[Any, Any]]] = OrderedDict()  # the least recently used first
-        self._missed: OrderedDict[Key, int] = OrderedDict()  # the steps that had to do without
-        self._patience: dict[Key, int] = {}  # of batches whose graph was dropped before
-        self._due: list[Key] = []
-        self._impossible: set[Key] = set()
+        self._recorded: OrderedDict[GraphKey, set[tuple[Any, Any]]] = OrderedDict()  # the least recently used first
+        self._missed: OrderedDict[GraphKey, int] = OrderedDict()  # how many steps ran without the graph
+        self._patience: dict[GraphKey, int] = {}  # of batches whose graph was dropped before
+        self._due: list[GraphKey] = []
+        self._impossible: set[GraphKey] = set()
         self._used: Acting = NOTHING
         self._has_missed = False
 
@@ -249,7 +249,7 @@ class ActingGraphs:
     def choose(self, kind: str, descriptor: Any) -> bool:
         """vLLM chose a kind of graph for the step. Returns whether it may replay it; `kind` names a `CUDAGraphMode`.
 
-        A step without the graphs of the pieces replays vLLM's own, with stops.
+        A step whose piecewise graphs are not recorded replays vLLM's, and runs pieces in which a plan acts from their code.
         """
         if not self.acting or kind == CUDAGraphMode.NONE.name:
             return True
@@ -263,12 +263,12 @@ class ActingGraphs:
         self._use(NOTHING)
         self._miss(key)
         if kind == CUDAGraphMode.PIECEWISE.name:
-            self._pieces.stop_where(self._acts)
+            self._piecewise.stop_where(self._acts)
         return False
 
     def end_step(self) -> None:
-        """The forward is queued."""
-        self._pieces.end_step()
+        """To be called when the forward is queued."""
+        self._piecewise.end_step()
 
     def _use(self, acting: Acting) -> None:
         if acting != self._used:
@@ -277,8 +277,8 @@ class ActingGraphs:
                     self._sets[each].switch(on)
             self._used = acting
 
-    def _miss(self, key: Key) -> None:
-        """The step has to do without a graph. One that comes again is worth a recording: the first that the step would have used."""
+    def _miss(self, key: GraphKey) -> None:
+        """The step runs without a graph. Only the first graph that it would have used counts; after some such steps it is recorded."""
         if self._has_missed or key in self._impossible or self.bytes_each > self._limit or self.fixed is not None:
             return
         if self._kernel(key[0]) is None:
@@ -304,11 +304,11 @@ class ActingGraphs:
             )  # fmt: skip
 
     def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Have all ranks of a group count with the same size. `exchange` returns what each of them passed."""
+        """Have all ranks of a group count with the same size. `exchange` returns the values that all ranks passed."""
         self.bytes_each = max(exchange(self.bytes_each))
 
     def record_due(self) -> None:
-        """Record what the coming step is likely to need. To be called between two steps, after `begin_step`."""
+        """Record the graphs that the coming step is likely to need. To be called between two steps, after `begin_step`."""
         due = [key for key in self._due if key[0] == self.acting]
         self._due = [key for key in self._due if key[0] != self.acting]
         for key in due:
@@ -317,7 +317,7 @@ class ActingGraphs:
                 self._drop(next(iter(self._recorded)))
             self._record_one(key)
 
-    def _record_one(self, key: Key) -> None:
+    def _record_one(self, key: GraphKey) -> None:
         acting, kind, descriptor = key
         graphs = self._sets.setdefault(acting, SetOfGraphs())
         before = graphs.held()
@@ -342,7 +342,7 @@ class ActingGraphs:
 
     @contextlib.contextmanager
     def recording(self, acting: Acting) -> Iterator[None]:
-        """What vLLM records in the block are the graphs of `acting`."""
+        """Graphs that vLLM records in the block are graphs for `acting`."""
         graphs = self._sets.setdefault(acting, SetOfGraphs())
         self._use(NOTHING)  # the last step's set would be taken for vLLM's own
         if self._full is not None:
@@ -350,10 +350,10 @@ class ActingGraphs:
         kernel = graphs.recorded_with(self._kernel(acting))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-            # vLLM also runs the forward to warm up. The tables are those of the last step then, and the kernel would write to its rows.
+            # vLLM also runs the forward to warm up. The tables are then the last step's, and the kernel would write to its rows.
             (kernel.fire if is_capturing() else kernel.warm_up)(point, hidden, residual)
 
-        def call(vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+        def call(vllms: AnyFunction, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
             graphs.add(ENTRIES, piece)
             return vllms(piece, *args, **kwargs)
 
@@ -366,8 +366,8 @@ class ActingGraphs:
                 SiteOp.edit = None
                 self._use(NOTHING)
 
-    def _drop(self, key: Key) -> None:
-        """Forget a graph. If it comes again, it has to be asked for twice as often: more batches take turns than there is room for."""
+    def _drop(self, key: GraphKey) -> None:
+        """Forget a graph. It is recorded again only after twice as many misses: more batches take turns than there is room for."""
         self._sets[key[0]].drop(self._recorded.pop(key))
         if len(self._patience) < _REMEMBERED:
             self._patience[key] = 2 * self._patience.get(key, _PATIENCE)
@@ -380,7 +380,7 @@ class ActingGraphs:
             del self._sets[acting]
 
     def gauges(self) -> dict[str, int]:
-        """The graphs that are held. Those of the pieces of one batch count as one."""
+        """Counts of the graphs. The piecewise graphs of one batch count as one."""
         held = len(self._recorded)
         if self.fixed in self._sets:
             held = len({descriptor for _, descriptor in self._sets[self.fixed].held()})
@@ -389,15 +389,15 @@ class ActingGraphs:
 
 
 def is_capturing() -> bool:
-    """Whether what this thread launches is recorded and not run."""
+    """Whether this thread's launches are recorded and not run."""
     return torch.cuda.is_current_stream_capturing()
 
 
 class _CaptureAtStart(torch.cuda.graph):
-    """`torch.cuda.graph` that remembers the stream that it is given.
+    """`torch.cuda.graph` that remembers the stream that it was given.
 
     Attributes:
-        given: that stream. Without one, `torch.cuda.graph` always uses the same.
+        given: that stream; None if `torch.cuda.graph` used its default stream.
     """
 
     given: Any = None
@@ -408,10 +408,10 @@ class _CaptureAtStart(torch.cuda.graph):
 
 
 class _ThreadLocalCapture(_CaptureAtStart):
-    """`torch.cuda.graph` for a process whose other threads use the device meanwhile.
+    """`torch.cuda.graph` for a process in which other threads use the device during the recording.
 
-    midstream's sender copies captured rows to the host on a stream of its own. PyTorch forbids that in all threads while one records,
-    unless it is told otherwise. It also frees all cached memory first, which would make the steps after a recording slow.
+    midstream's sender copies captured rows to the host on its own stream. By default PyTorch forbids that in all threads while one thread
+    records. It also frees all cached memory first, which would make the steps after a recording slow.
     """
 
     def __init__(self, cuda_graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None, **options: Any) -> None:
@@ -426,13 +426,13 @@ class _ThreadLocalCapture(_CaptureAtStart):
 
 
 def remembering_streams() -> contextlib.AbstractContextManager[Any]:
-    """vLLM records its graphs in the block, and the streams that it uses are used again by `alone_on_this_thread`."""
+    """A block in which vLLM records its graphs. `alone_on_this_thread` uses the same stream later."""
     return mock.patch.object(torch.cuda, "graph", _CaptureAtStart)
 
 
 @contextlib.contextmanager
 def alone_on_this_thread() -> Iterator[None]:
-    """Record graphs in the block, with the device at rest before and after it."""
+    """A block that records graphs. The device is idle before and after it."""
     collects = gc.isenabled()
     torch.cuda.synchronize()
     gc.disable()  # a collection would free memory and events while a graph is recorded

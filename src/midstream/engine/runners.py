@@ -24,8 +24,16 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from midstream import hooks
 from midstream.arch.probe import planted_embedding
 from midstream.engine.graphs import StepMode
-from midstream.engine.plugin import Replacement, apply
-from midstream.engine.recording import ENTRIES, NOTHING, Acting, ActingGraphs, Kernel, Pieces, remembering_streams
+from midstream.engine.plugin import Replacement, apply_replacements
+from midstream.engine.recording import (
+    ENTRIES,
+    NOTHING,
+    Acting,
+    ActingGraphs,
+    Kernel,
+    PiecewiseGraphs,
+    remembering_streams,
+)
 from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
 from midstream.runtime.plan_host import PlanHost
@@ -36,11 +44,11 @@ _COMPUTE_LOGITS = "vllm.model_executor.models.interfaces_base.VllmModelForTextGe
 
 
 class Watch(IntEnum):
-    """What the host is called for."""
+    """When the adapter calls the host in a step."""
 
-    NOTHING = 0  # the step is vLLM's own code and nothing else
+    NOTHING = 0  # never: the step runs only vLLM's code
     ROWS = 1  # when a batch has been laid out
-    ALL = 2  # logits and samples as well
+    ALL = 2  # for logits and samples as well
 
 
 class Host:
@@ -68,7 +76,7 @@ class Runner:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
-        self.pieces = Pieces()
+        self.piecewise = PiecewiseGraphs()
         self.graphs: ActingGraphs | None = None  # set by `hold_graphs`
         self._watching: list[tuple[Watch, Replacement]] = []
         self.watched = Watch.NOTHING
@@ -85,12 +93,12 @@ class Runner:
         self.watch(watched)
 
     def end_step(self) -> None:
-        """The forward is queued."""
+        """To be called when the forward is queued."""
         if self.graphs is not None:
             self.graphs.end_step()
 
     def watch(self, what: Watch) -> None:
-        """Choose what the host is called for from now on."""
+        """Choose when the host is called from now on."""
         if what is self.watched:
             return
         for level, replacement in self._watching:
@@ -113,14 +121,14 @@ class Runner:
 
         Args:
             limit, kernel, acts: as for `ActingGraphs`.
-            at_start: what one set of graphs is for that is recorded together with vLLM's own; no others are recorded then.
+            at_start: the sites of the only set of graphs, which is recorded together with vLLM's own. If empty, graphs are recorded later.
         """
-        places = self._full_graphs(), self.pieces
-        self.graphs = ActingGraphs(limit, kernel, acts, self._record, *places, fixed=at_start or None)
+        full = self._full_graphs()
+        self.graphs = ActingGraphs(limit, kernel, acts, self._record, full, self.piecewise, fixed=at_start or None)
         self._watch_recording(self.graphs)
 
     def gauges(self) -> dict[str, int]:
-        """As those of `ActingGraphs`, which an engine without graphs does not have."""
+        """As of `ActingGraphs`; zeros for an engine without graphs."""
         none = dict.fromkeys(("graphs", "graph_bytes", "graph_recordings", "recording_failures"), 0)
         return self.graphs.gauges() if self.graphs is not None else none
 
@@ -129,19 +137,19 @@ class Runner:
         raise NotImplementedError
 
     def _watch_recording(self, graphs: ActingGraphs) -> None:
-        """While vLLM records its graphs: note what one takes, and record them again if `graphs` are to be recorded at the start."""
+        """While vLLM records its graphs: measure their size, and record `graphs` too if they are recorded at the start."""
         raise NotImplementedError
 
     def _record(self, kind: str, descriptor: Any) -> None:
-        """Have vLLM record one graph, or those of the pieces of one batch, with requests alive.
+        """Have vLLM record one full graph, or the piecewise graphs of one batch, while requests are alive.
 
-        It runs the forward once or twice on tokens of its own, which write to no slot of the KV cache. The buffers that this fills are
-        filled anew for each step.
+        vLLM runs the forward once or twice on dummy tokens, which write to no slot of the KV cache. The buffers that it fills are filled
+        again for each step.
         """
         raise NotImplementedError
 
     def _measured(self, target: str, graphs: ActingGraphs, count: Callable[[], int]) -> None:
-        """Set `bytes_each` when the runner records all of its graphs, of which there are `count`."""
+        """Have `graphs` measure the size of a graph when the runner records its `count` graphs."""
         capture = self.runner.capture_model
 
         def capture_model(*args: Any, **kwargs: Any) -> int:
@@ -153,7 +161,7 @@ class Runner:
         Replacement(target, self.runner, capture_model).switch(True)
 
     def has_recurrent_layers(self) -> bool:
-        """Whether layers keep more than the KV cache of attention, which a forward on dummy tokens would change."""
+        """Whether layers have state other than KV of attention. A forward on dummy tokens would change such state."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]
         each = [s for spec in specs for s in getattr(spec, "kv_cache_specs", {"": spec}).values()]
@@ -167,9 +175,9 @@ class Runner:
         raise NotImplementedError
 
     def prepare_clearing(self) -> None:
-        """Make the runner clear the KV blocks that the scheduler asks for, in all layers.
+        """Make the runner clear the scheduler's list of KV blocks in all layers.
 
-        vLLM prepares that only for models with Mamba layers, and leaves out layers with sliding windows: on GPUs up to 0.26 at least, and
+        vLLM prepares this only for models with Mamba layers, and leaves out layers with sliding windows: on GPUs up to 0.26 at least, and
         on the CPU in 0.32 as well.
         """
         config, context = self.runner.kv_cache_config, self.runner.compilation_config.static_forward_context
@@ -208,7 +216,7 @@ class Runner:
         planted: list[torch.Tensor] = []
 
         def plant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            """Fill a later pipeline stage's input: vLLM hands it zeros, its layers turn them into zeros, and no two values would differ."""
+            """Fill a later pipeline stage's input. vLLM's dummy input is zero, so all values of the forward would be zero, too."""
             handed = kwargs.get("intermediate_tensors")
             planted.extend(tensor for _, tensor in (handed.items() if handed is not None else ()))
             for number, tensor in enumerate(planted, start=1):
@@ -231,8 +239,8 @@ class Runner:
         compute: Any = self.model.compute_logits
 
         def compute_logits(hidden_RH: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # A request whose values are no longer finite ends after this step. Some samplers return an invalid token id for NaN logits,
-            # and the next step would look it up.
+            # A request whose values are not finite ends after this step. But some samplers return an invalid token id for NaN logits, and
+            # the next step, which is already scheduled, would look it up.
             hidden_RH = torch.nan_to_num(hidden_RH, 0.0, 0.0, 0.0)
             logits = compute(hidden_RH, *args, **kwargs)
             watches = self.watched is Watch.ALL and host.step_is_traced
@@ -309,9 +317,9 @@ class V1Runner(Runner):
         self._keep_top_logprobs()
 
     def _keep_top_logprobs(self) -> None:
-        """Leave requests their likeliest tokens in a step in which another one grades answers.
+        """Give requests their likeliest tokens in a step in which another request grades answers.
 
-        vLLM gives all requests of such a step what one of them has asked for. The V2 runner gives each request its own.
+        In such a step, vLLM's V1 runner gathers the answers' log-probabilities for all requests. The V2 runner serves each request its own.
         """
         runner, sampler = self.runner, self.runner.sampler
         original = sampler.gather_specific_token_logprobs
@@ -380,7 +388,7 @@ class V2Runner(Runner):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        apply(Role.V2_WORKER)
+        apply_replacements(Role.V2_WORKER)
 
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
@@ -451,7 +459,7 @@ class V2Runner(Runner):
 
 
 def keeping_from_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The V2 runner's `dispatch_cg_and_sync_dp`, without the graphs that `StepMode` rules out or that are not recorded."""
+    """A `dispatch_cg_and_sync_dp` of the V2 runner that leaves out graphs that `StepMode` excludes, or that are not recorded."""
 
     def dispatch_cg_and_sync_dp(
         cudagraph_manager: Any,
@@ -471,8 +479,8 @@ def keeping_from_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
             dispatched = original(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
             if may_replay(dispatched) or dispatched[0].cg_mode.name != "FULL":
                 return dispatched
-        # vLLM uses full graphs only for batches of decoding requests, and recognises them by these two arguments. 0.26 and 0.27 have
-        # only the first.
+        # vLLM uses full graphs only for batches of decoding requests. It recognises them by these two arguments, of which 0.26 and 0.27
+        # have only the first.
         if "max_query_len" in kwargs:
             kwargs["max_query_len"] = None
         dispatched = original(cudagraph_manager, num_reqs, num_tokens, None, *args, **kwargs)
@@ -486,9 +494,9 @@ def keeping_from_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoRequests:
-    """The V1 runner's batch, as a forward on dummy tokens sees it while a graph is recorded: as it was before the first request.
+    """Hides the requests of the V1 runner's batch from the forwards on dummy tokens in which a graph is recorded.
 
-    Such a forward builds the metadata of attention from the batch, and reads the KV blocks of its first rows.
+    Such a forward builds the metadata of attention from the batch, and reads the KV blocks of the batch's first rows.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -503,7 +511,7 @@ class _NoRequests:
 
 
 class _NullBlocks:
-    """Block tables that have block 0 everywhere, which belongs to no request. The next step uploads the requests' own."""
+    """Block tables with block 0 everywhere, which belongs to no request. The next step uploads the requests' own tables."""
 
     def __init__(self, tables: Any) -> None:
         self._tables = tables
@@ -534,6 +542,6 @@ def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tens
     )
 
 
-def adapt(runner: Any) -> Runner:
+def adapt_runner(runner: Any) -> Runner:
     """The adapter for `runner`."""
     return V2Runner(runner) if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else V1Runner(runner)

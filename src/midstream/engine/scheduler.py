@@ -1,9 +1,12 @@
-"""vLLM's scheduler with four more rules: a traced prompt is computed in one step, requests with a trace in the forward get steps apart from
-all others, blocks of planned requests stay out of the prefix cache until the workers have taken the plan, and KV blocks that a plan or a
-trace has changed are cleared before another request gets them.
+"""vLLM's scheduler with four more rules:
 
-A traced request whose prompt does not fit into the coming step waits, and so do the requests behind it in the queue, so no request starves.
-Everything else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
+- a traced prompt is computed in one step;
+- requests with a trace in the forward get steps of their own;
+- blocks of planned requests stay out of the prefix cache until the workers have accepted the plan;
+- KV blocks that a plan or a trace has changed are cleared before another request gets them.
+
+A traced request whose prompt does not fit into the coming step waits, and so do the later requests in the queue, so no request starves.
+Chunked prefill, prefix caching and async scheduling stay on.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from midstream.engine.plugin import Replacement, apply, follow_parent
-from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
+from midstream.engine.plugin import Replacement, apply_replacements, follow_parent
+from midstream.engine.prefix_cache import AcceptedPlans, EditedBlocks, holding_back, rekey, remember
 from midstream.engine.seams import Role
-from midstream.engine.turns import Turns
+from midstream.engine.turns import StepTurns
 from midstream.runtime.request import TraceRequest, changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.settings import Settings, is_ours
@@ -31,14 +34,14 @@ from midstream.settings import Settings, is_ours
 
 @dataclass(frozen=True)
 class RequestState:
-    """What the rules know of a request with a trace or a plan, until it ends.
+    """The state of a request with a trace or a plan, until it ends.
 
     Attributes:
         changes_kv: whether it may write KV that differs from the model's own.
-        held_from: as of `Taken.held_from`, while the workers may refuse its plan; then None.
+        held_from: as of `AcceptedPlans.held_from`, while the workers may refuse its plan; then None.
         in_forward: whether it has a trace in the forward.
-        is_apart: whether it gets steps apart from requests without such a trace, until its own is over.
-        is_unstarted: whether it has a trace and was not seen to have begun.
+        is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended.
+        is_unstarted: whether it has a trace and had not begun when this was last checked.
     """
 
     changes_kv: bool
@@ -52,15 +55,15 @@ class RequestState:
         return self.held_from is not None
 
 
-# A queue may be long, so a step asks how many states are so before it looks through them.
-_COUNTED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held")
+# The queue may be long. So the scheduler counts the states with each of these flags, and looks through them only if there are any.
+_TALLIED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held")
 
 
 class _Rules:
-    """The rules, as a class to inherit from before vLLM's scheduler.
+    """The rules, as a base class before vLLM's scheduler.
 
-    `schedule` and `update_from_output` are overridden on the object, and only while there are requests with a trace or a plan. Steps of
-    other requests are vLLM's own: on a small model, the two methods were measured to take 0.3 % of a step.
+    `schedule` and `update_from_output` are overridden on the object, and only while there are requests with a trace or a plan. Other steps
+    run vLLM's own methods: on a small model, the two methods took 0.3 % of a step.
     """
 
     kv_cache_manager: Any
@@ -78,13 +81,13 @@ class _Rules:
         self._ends: dict[str, RequestEnd] = {}  # of requests, until the workers have been told
         settings = Settings.of(self.vllm_config)
         self._takes_traces = settings.allow_traces
-        # With a launcher of the user's, each rank has a scheduler, and all have to decide the same, whatever their clocks say.
+        # With an external launcher, each rank has a scheduler. All must make the same decisions, but their clocks differ.
         is_one = self.vllm_config.parallel_config.distributed_executor_backend != "external_launcher"
-        self._turns = Turns(settings.trace_share) if settings.trace_share < 1 and is_one else None
+        self._turns = StepTurns(settings.trace_share) if settings.trace_share < 1 and is_one else None
         self._states: dict[str, RequestState] = {}
-        self._counts = Counter[str]()  # how many of them are so, for each of `_COUNTED`
-        self._apart_is_stuck = False  # of the requests apart that wait, none could begin in the last step that they had
-        self._taken = Taken()
+        self._counts = Counter[str]()  # the number of states with each flag of `_TALLIED`
+        self._apart_is_stuck = False  # whether no waiting request apart could begin in the last step of its kind
+        self._accepted = AcceptedPlans()
         self._edited = self.kv_cache_manager.block_pool.midstream = EditedBlocks()
 
     def add_request(self, request: Any) -> None:
@@ -97,12 +100,12 @@ class _Rules:
         in_forward = trace is not None and not trace.is_behind
         self._states[request.request_id] = state = RequestState(
             changes_kv(request.sampling_params),
-            self._taken.held_from(request),
+            self._accepted.held_from(request),
             in_forward,
             in_forward,
             trace is not None,
         )
-        self._count(state, 1)
+        self._tally(state, 1)
         self.schedule, self.update_from_output = self._schedule, self._update
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +117,7 @@ class _Rules:
         with holding_back(self.kv_cache_manager, held_from) if counts["is_held"] else contextlib.nullcontext():
             if not counts["is_apart"] or self._turns is None:
                 output = self._schedule_together(*args, **kwargs)
-            elif counts["in_forward"] == len(self.requests):  # nobody to keep apart from
+            elif counts["in_forward"] == len(self.requests):  # there are no others
                 output = self._schedule_together(*args, **kwargs)
                 self._turns.begin(output, True)
             else:
@@ -129,19 +132,19 @@ class _Rules:
         if not (states or self._ends):
             del self.schedule, self.update_from_output
             if self._turns is not None:
-                self._turns.forget()  # it will not hear of the steps under way
+                self._turns.forget()  # `_update` is not called for the running steps
         return output
 
-    def _count(self, state: RequestState, by: int) -> None:
-        for name in _COUNTED:
+    def _tally(self, state: RequestState, by: int) -> None:
+        for name in _TALLIED:
             self._counts[name] += by * getattr(state, name)
 
     def _change(self, name: str, **to: Any) -> None:
         """Change the state of a request, if it is alive."""
         if (state := self._states.get(name)) is not None:
-            self._count(state, -1)
+            self._tally(state, -1)
             self._states[name] = state = replace(state, **to)
-            self._count(state, 1)
+            self._tally(state, 1)
 
     def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:
         if self._counts["is_unstarted"] and self._may_begin_traces():
@@ -149,12 +152,12 @@ class _Rules:
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step of the requests with a trace in the forward, of all others, or of nobody. vLLM sees only these meanwhile."""
+        """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none. vLLM sees only these."""
         apart = {name for name, state in self._states.items() if state.is_apart}
         running, waiting = self.running, self.waiting
         able = [request for request in waiting if not _is_paused(request)]
         waits = [request for request in able if (request.request_id in apart) is traced]
-        if self._apart_is_stuck and traced is False:  # what gets free is for the request that waits longest
+        if self._apart_is_stuck and traced is False:  # room that gets free is for the request that waits longest
             waits = list(takewhile(lambda request: request.request_id not in apart, able))
         shown = [request for request in running if (request.request_id in apart) is traced]
         before, hidden = set(running), len(running) - len(shown)
@@ -171,13 +174,13 @@ class _Rules:
         self.max_num_running_reqs -= hidden
         output = self._schedule_together(*args, **kwargs)
         self.max_num_running_reqs += hidden
-        left, known = set(self.waiting), set(given)  # beside these, preempted ones are left
+        unserved, known = set(self.waiting), set(given)  # the unserved ones include preempted requests
         new = [request for request in self.running if request not in before]
-        waiting.remove_requests([request for request in given if request not in left])
+        waiting.remove_requests([request for request in given if request not in unserved])
         for request in reversed(list(self.waiting)):
             if request not in known:
                 waiting.prepend_request(request)
-        self.running, self.waiting = [request for request in running if request not in left] + new, waiting
+        self.running, self.waiting = [request for request in running if request not in unserved] + new, waiting
         if traced:
             self._apart_is_stuck = bool(waits) and not new
         return output
@@ -197,13 +200,13 @@ class _Rules:
         return state is not None and state.changes_kv
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        """vLLM's list of blocks to clear before the step, with those that held edits. vLLM calls this for every step."""
+        """vLLM's list of blocks to clear before the step, and the blocks that hold edits. vLLM calls this for every step."""
         before = super()._get_new_block_ids_to_zero()  # type: ignore[misc]
         edited = self._edited.take()
         return sorted({*edited, *(before or ())}) if edited else before
 
     def _may_begin_traces(self) -> bool:
-        """Whether a traced request may begin in the coming step. It looks through the states if there is room for a request."""
+        """Whether a traced request may begin in the coming step."""
         if len(self.running) >= self.max_num_running_reqs:
             return False
         for name in [name for name, state in self._states.items() if state.is_unstarted]:
@@ -212,21 +215,21 @@ class _Rules:
 
     @property
     def has_ends_to_tell(self) -> bool:
-        """Whether a request with a trace or a plan has ended and the workers have not been told."""
+        """Whether a request with a trace or a plan has ended and the workers do not know it yet."""
         return bool(self._ends)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(request):
             self._ends[request.request_id] = RequestEnd(request.num_tokens)
         if (state := self._states.pop(request.request_id, None)) is not None:
-            self._count(state, -1)
+            self._tally(state, -1)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
         if (state := self._states.get(request.request_id)) is not None and state.in_forward:
-            self._change(request.request_id, is_apart=True)  # its edits are made again, also if its trace is over
+            self._change(request.request_id, is_apart=True)  # its edits are made again, also if its trace has ended
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
@@ -241,11 +244,11 @@ class _Rules:
             with Replacement(threshold, self.scheduler_config, 0):
                 return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for request in held:  # in order: all requests behind the first of them were held back, too
+            for request in held:  # in order, since all requests after the first one were held back, too
                 self.waiting.add_request(request)
 
     def _take_held_back(self) -> list[Any]:
-        """Take the requests that have to wait off the queue: the first trace that does not fit, and all requests behind it."""
+        """Take the requests that have to wait off the queue: the first trace that does not fit, and all later requests."""
         budget = self.max_num_scheduled_tokens - sum(map(_to_compute, self.running))
         slots = self.max_num_running_reqs - len(self.running)
         groups = self._groups(self.waiting)
@@ -266,7 +269,7 @@ class _Rules:
         return []
 
     def _groups(self, waiting: Iterable[Any]) -> list[list[Any]]:
-        """Group the requests: those that have to begin together share a group. The first request of each group gives the order.
+        """Group the requests: those that must begin together form a group. The groups have the order of their first requests.
 
         Requests of several clients may come interleaved.
         """
@@ -284,7 +287,7 @@ class _Rules:
             self._turns.end(scheduler_output)
         for begun in scheduler_output.scheduled_new_reqs:
             if begun.req_id in self._states and (step_ends is None or begun.req_id not in step_ends.errors):
-                self._take_plan(begun.req_id, begun.sampling_params)
+                self._accept_plan(begun.req_id, begun.sampling_params)
         if step_ends is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for name in step_ends.done:
@@ -293,7 +296,7 @@ class _Rules:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
                 request.sampling_params.min_tokens = 0  # vLLM ends no request that has fewer tokens
-        refused = self._take_refused(step_ends.errors) if step_ends.errors else []
+        refused = self._end_refused(step_ends.errors) if step_ends.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
             if request.request_id in self._ends:
@@ -303,20 +306,20 @@ class _Rules:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    def _take_plan(self, name: str, sampling_params: Any) -> None:
-        """Note that the workers have taken a request's plan, and cache its blocks: they hold what their keys say."""
-        self._taken.add(sampling_params)
+    def _accept_plan(self, name: str, sampling_params: Any) -> None:
+        """Note that the workers have accepted a request's plan, and cache its blocks, since their KV now matches their keys."""
+        self._accepted.add(sampling_params)
         if self._states[name].is_held:
             self._change(name, held_from=None)
             request = self.requests[name]
             self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
 
-    def _take_refused(self, names: Iterable[str]) -> list[Any]:
-        """End requests, also in the middle of their prompt."""
+    def _end_refused(self, names: Iterable[str]) -> list[Any]:
+        """End refused requests, also in the middle of their prompt."""
         manager = self.kv_cache_manager
         for name in names:
             state = self._states.get(name)
-            # Blocks that are not held are in the cache with the plan's key, and lack its edits.
+            # Blocks that were not held back are in the cache with the plan's key, but without its edits.
             if state is None or not state.is_held:
                 manager.evict_blocks({i for ids in manager.get_block_ids(name) for i in ids})
         return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
@@ -339,7 +342,6 @@ def _is_unstarted(request: Any) -> bool:
 
 
 def _unstarted_trace(request: Any) -> TraceRequest | None:
-    """The trace of a request that has not started."""
     return TraceRequest.of(request.sampling_params) if _is_unstarted(request) else None
 
 
@@ -354,6 +356,6 @@ class AsyncMidstreamScheduler(_Rules, AsyncScheduler):
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """Make the scheduler that fits the engine. vLLM's argument `scheduler_cls` names this function."""
     follow_parent()  # vLLM makes the scheduler in the engine's process
-    apply(Role.SCHEDULER)
+    apply_replacements(Role.SCHEDULER)
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncMidstreamScheduler if asynchronous else MidstreamScheduler)(vllm_config, *args, **kwargs)

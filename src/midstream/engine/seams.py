@@ -1,8 +1,8 @@
-"""Every place where midstream touches vLLM, in one table.
+"""The table of all places where midstream touches vLLM.
 
-A row says what midstream does to a part of vLLM, which code does it, why, and what it expects of that part. `plugin` puts
-replacements in place, and takes none without a row here. `midstream doctor` compares the rows with any vLLM without importing it
-(see `doctor`), so this file imports nothing of vLLM.
+A row names a part of vLLM, midstream's action on it, the code that does it, the reason, and the expected signature and members.
+`plugin` makes the replacements, and refuses any without a row. `midstream doctor` compares the rows with any vLLM without importing
+it (see `doctor`), so this file imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Seam:
         by: the code in midstream, by its dotted path. Where `role` is set, it is a function that takes vLLM's function and returns the
             replacement.
         reason: why midstream needs this.
-        signature: what a function has to take and return, such as `(a, b, *, c, **rest) -> tuple[X, ...]`: its first positional
-            parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it has no
-            other parameters, or, where midstream only calls it, none without a default.
-        members: what a class has to have, separated by semicolons: attributes, and methods as `name(signature)`.
-        role: the processes in which `plugin.apply` replaces the target for good; None if a `Replacement` does on one object or for a
-            while, or if nothing is replaced.
+        signature: the expected parameters and return value of a function, such as `(a, b, *, c, **rest) -> tuple[X, ...]`: its first
+            positional parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it
+            has no other parameters; if midstream only calls it, it may have others with a default.
+        members: the expected members of a class, separated by semicolons: attributes, and methods as `name(signature)`.
+        role: the processes in which `plugin.apply_replacements` replaces the target for good; None if a `Replacement` does so on one object
+            or for a while, or if nothing is replaced.
         seen: the versions on which tests have run through this row.
-        optional: what happens where vLLM does not have the target; empty if midstream needs it.
+        optional: what happens if vLLM does not have the target; empty if midstream needs it.
     """
 
     target: str
@@ -109,7 +109,7 @@ _FRONT_END = (
          "Reaches the scheduler and the step function of an in-process engine.", members="engine_core"),
     Seam("vllm.v1.engine.core.EngineCore", CALLS, "midstream.engine.launch.stepping_after_the_last_output",
          "Makes one more step of an in-process engine.", members="scheduler; step_fn"),
-    Seam("vllm.LLM", CALLS, "midstream.engine.launch.start",
+    Seam("vllm.LLM", CALLS, "midstream.engine.launch.start_engine",
          "The offline engine.",
          members="__init__(model, **rest); "
                  "enqueue(prompts, sampling_params, *, use_tqdm); collective_rpc(method, *, args); llm_engine"),
@@ -121,11 +121,11 @@ _FRONT_END = (
     Seam("vllm.v1.engine.detokenizer.IncrementalDetokenizer", CALLS, "midstream.engine.worker.Worker._ends_text",
          "Finds where stop strings end the text, so that a trace sees no step beyond it.",
          members="from_new_request(tokenizer, request); update(new_token_ids, stop_terminated)"),
-    Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start",
+    Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start_engine",
          "The online engine.",
          members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id); collective_rpc(method, *, args); "
                  "shutdown(*, timeout); vllm_config"),
-    Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start",
+    Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start_engine",
          "Takes midstream's worker, scheduler and settings.", members="worker_cls; scheduler_cls; additional_config"),
     Seam("vllm.v1.engine.core_client.EngineCoreClient", CALLS, "midstream.engine.launch.shut_down",
          "Ends the engine with time to free its shared memory and sockets.", members="shutdown(*, timeout)"),
@@ -151,16 +151,16 @@ _FRONT_END = (
          "Each request has its own parameters, so vLLM need not copy them deeply.", optional="vLLM copies them."),
     Seam("vllm.exceptions.VLLMValidationError", SUBCLASSES, "midstream.engine.admission._refusal",
          "Servers answer this error with status 400."),
-    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch.own_errors",
-         "Recognised by name: the error that a request is at fault for.",
+    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch.translated_errors",
+         "Recognised by name: an error that a request has caused.",
          optional="Errors of a request are recognised by VLLMValidationError and by the module that raised them."),
     *(
         Seam(module, READS, "midstream.engine.launch._is_about_input",
              "A ValueError raised in this module is about the request: 0.26 has no class of its own for all of them.")
         for module in ("vllm.sampling_params", "vllm.v1.engine.input_processor", "vllm.renderers", "vllm.inputs")
     ),
-    Seam("vllm.envs.VLLM_RPC_BASE_PATH", SETS, "midstream.engine.launch.start",
-         "Gives each engine its own directory for sockets, by the environment: vLLM leaves their files behind."),
+    Seam("vllm.envs.VLLM_RPC_BASE_PATH", SETS, "midstream.engine.launch.start_engine",
+         "Gives each engine its own directory for sockets, by the environment: vLLM does not delete their files."),
     Seam("vllm.utils.network_utils.get_ip", CALLS, "midstream.engine.launch.address_for_workers",
          "The address at which other hosts reach this one.", signature="()"),
 )
@@ -181,7 +181,7 @@ _SERVER = (
                         "responses.protocol.ResponsesRequest")
     ),
     Seam("vllm.v1.engine.async_llm.AsyncLLM.generate", REPLACES, "midstream.serve.requests.running",
-         "Runs each prompt of a request with its plan; what is wrong is found before a stream begins.",
+         "Runs each prompt of a request with its plan, and checks the plan before a stream begins.",
          signature="(prompt, sampling_params, request_id, **rest)", role=Role.SERVER),
     Seam("vllm.v1.engine.async_llm.AsyncLLM.shutdown", REPLACES, "midstream.serve.requests.draining",
          "Lets running requests end, and their last outputs arrive, before the engine ends.",
@@ -208,7 +208,7 @@ _CONFIG = (
          members="model_config; parallel_config; scheduler_config; compilation_config; speculative_config; kv_transfer_config; "
                  "lora_config; cache_config; additional_config; instance_id"),
     Seam("vllm.config.ModelConfig", READS, "midstream.engine.admission.admitted",
-         "What plans and prompts are checked against.",
+         "Plans and prompts are checked against it.",
          members="dtype; hf_text_config; max_model_len; tokenizer; skip_tokenizer_init; get_hidden_size(); get_vocab_size(); "
                  "get_head_size()"),
     Seam("vllm.config.ParallelConfig", READS, "midstream.engine.worker.refuse_unsupported",
@@ -230,7 +230,7 @@ _CONFIG = (
          "On a copy of the configuration: asks which kernels an engine without compilation prefers."),
     Seam("vllm.config.CompilationConfig.mode", SETS, "midstream.engine.graphs.EagerKernels", "As above, on a copy."),
     Seam("vllm.config.CUDAGraphMode", READS, "midstream.engine.worker.has_graphs",
-         "Tells full graphs from graphs of pieces.", members="NONE; PIECEWISE; FULL"),
+         "Tells full graphs from piecewise graphs.", members="NONE; PIECEWISE; FULL"),
     Seam("vllm.config.CompilationMode", READS, "midstream.engine.worker.compiles",
          "Says that nothing is compiled.", members="NONE"),
     Seam("vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND", READS, "midstream.engine.worker.refuse_unsupported",
@@ -242,7 +242,7 @@ _CONFIG = (
 
 _SCHEDULER = (
     Seam("vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys", REPLACES, "midstream.engine.prefix_cache.adding_plan_keys",
-         "Keys KV blocks by what a plan has changed in them.",
+         "Keys KV blocks by the edits of a plan in them.",
          signature="(request, start_token_idx, end_token_idx, **rest) -> tuple[tuple[Any, ...] | None, int]", role=Role.SCHEDULER),
     Seam("vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks", REPLACES, "midstream.engine.prefix_cache.limiting_hits",
          "A request with captures recomputes its prompt from the lowest captured position on.", signature="(request, **rest)",
@@ -251,12 +251,12 @@ _SCHEDULER = (
          "A block that holds another request's edits is cleared before it is used again.", signature="(**rest) -> list[KVCacheBlock]",
          role=Role.SCHEDULER),
     Seam("vllm.v1.core.kv_cache_manager.KVCacheManager.coordinator", REPLACES, "midstream.engine.prefix_cache.holding_back",
-         "While a request is scheduled: limits cache hits, and keeps blocks out of the cache until the workers have taken its plan."),
+         "While a request is scheduled: limits cache hits, and keeps blocks out of the cache until the workers have accepted its plan."),
     Seam("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator", CALLS, "midstream.engine.prefix_cache._Coordinator",
          "The two methods that the stand-in for the coordinator wraps.",
          members="find_longest_cache_hit(block_hashes, max_cache_hit_length); cache_blocks(request, num_computed_tokens)"),
     Seam("vllm.v1.core.kv_cache_manager.KVCacheManager", CALLS, "midstream.engine.scheduler._Rules",
-         "Caches the blocks of a request whose plan was taken, and evicts those of a request that was refused.",
+         "Caches the blocks of a request whose plan was accepted, and evicts the blocks of a refused request.",
          members="block_pool; cache_blocks(request, num_computed_tokens); evict_blocks(block_ids); get_block_ids(request_id)"),
     Seam("vllm.v1.core.kv_cache_utils.KVCacheBlock", READS, "midstream.engine.prefix_cache.EditedBlocks",
          "Identifies the blocks that a request is given.", members="block_id"),
@@ -276,7 +276,7 @@ _SCHEDULER = (
          "Takes requests that have to wait off the queue, and puts them back.",
          members="__iter__(); add_request(request); prepend_request(request); remove_requests(requests)"),
     Seam("vllm.v1.request.Request", SETS, "midstream.engine.scheduler._Rules",
-         "Ends a request by its max_tokens, and reads what the scheduler knows of it.",
+         "Ends a request by its max_tokens, and reads its state.",
          members="max_tokens; sampling_params; request_id; client_index; status; prompt_token_ids; num_prompt_tokens; num_tokens; "
                  "num_tokens_with_spec; num_computed_tokens; num_output_tokens; num_output_placeholders; block_hashes; "
                  "update_block_hashes(); take_events()"),
@@ -322,7 +322,7 @@ _WORKER = (
          "While a step is watched: traces read and write logits, and rows that are not finite are cleaned before sampling.",
          signature="(hidden_states, **rest)"),
     Seam("vllm.sequence.IntermediateTensors", CALLS, "midstream.engine.runners.Runner.probe",
-         "Fills what a later pipeline stage is handed with values that can be told apart.", members="items()"),
+         "Fills the dummy input of a later pipeline stage with different values.", members="items()"),
     Seam("vllm.model_executor.custom_op.CustomOp._forward_method", REPLACES, "midstream.engine.graphs.EagerKernels",
          "In uncompiled steps: uses vLLM's kernels instead of the plain PyTorch code that compiled engines have there."),
     Seam("vllm.model_executor.custom_op.CustomOp", READS, "midstream.engine.graphs.EagerKernels",
@@ -340,7 +340,7 @@ _WORKER = (
          "While graphs are recorded, in traced steps, and in planned steps without a graph: decides for each piece what runs."),
     Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries", REPLACES, "midstream.engine.recording.SetOfGraphs",
          "In planned steps: graphs with the plans' kernel in them."),
-    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper", READS, "midstream.engine.recording.Pieces",
+    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper", READS, "midstream.engine.recording.PiecewiseGraphs",
          "The compiled code of a piece, and which kind of graph it is for.", members="runnable; runtime_mode"),
     Seam("vllm.compilation.cuda_graph.CUDAGraphEntry", READS, "midstream.engine.recording._run",
          "Where the graph of the next piece reads its input.", members="output"),
@@ -362,7 +362,7 @@ _WORKER = (
     Seam("vllm.v1.kv_cache_interface.FullAttentionSpec", READS, "midstream.engine.runners.Runner.prepare_clearing",
          "The layers that vLLM clears itself."),
     Seam("vllm.v1.kv_cache_interface.AttentionSpec", READS, "midstream.engine.runners.Runner.has_recurrent_layers",
-         "The layers that keep nothing but keys and values: a forward on dummy tokens leaves those of the requests alone."),
+         "The layers that keep only keys and values: a forward on dummy tokens does not change the requests' own."),
     Seam("vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs", READS, "midstream.engine.runners.Runner.has_recurrent_layers",
          "Several layers' specs.", members="kv_cache_specs"),
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.engine.runners.Runner.prepare_clearing",
@@ -380,7 +380,7 @@ _V1_RUNNER = (
          "While a step is watched: keeps steps from full graphs if they are traced, or if the graph they need is not recorded.",
          signature="(*, invalid_modes, **rest) -> tuple[CUDAGraphMode, BatchDescriptor]"),
     Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner.capture_model", REPLACES, "midstream.engine.runners.V1Runner._watch_recording",
-         "Notes how much memory vLLM's graphs take, and so what one of midstream's counts for.", signature="(**rest) -> int"),
+         "Measures the memory of vLLM's graphs, with which midstream's graphs are counted.", signature="(**rest) -> int"),
     Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner._capture_cudagraphs", REPLACES,
          "midstream.engine.runners.V1Runner._watch_recording",
          "In engines in which no graph can be recorded later: records graphs a second time, with the plans' kernel in them.",
@@ -437,7 +437,7 @@ _V2_RUNNER = (
     Seam("vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample", REPLACES, "midstream.engine.runners.V2Runner.connect",
          "While a step is watched: traces read and write its samples.", signature="(**rest) -> tuple[SamplerOutput, ...]", seen=_V2),
     Seam("vllm.v1.worker.gpu.model_runner.GPUModelRunner.capture_model", REPLACES, "midstream.engine.runners.V2Runner._watch_recording",
-         "Notes how much memory vLLM's graphs take, and so what one of midstream's counts for.", signature="(**rest) -> int", seen=_V2),
+         "Measures the memory of vLLM's graphs, with which midstream's graphs are counted.", signature="(**rest) -> int", seen=_V2),
     Seam("vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture", REPLACES,
          "midstream.engine.runners.V2Runner._watch_recording",
          "Notes how vLLM has its graphs recorded; midstream does the same later, with the plans' kernel in them.",

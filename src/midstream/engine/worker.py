@@ -1,4 +1,4 @@
-"""vLLM's worker, with the hosts of traces and plans beside its model runner. vLLM's argument `worker_cls` names it."""
+"""vLLM's worker, with hosts for traces and plans. vLLM's argument `worker_cls` names it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from midstream.arch import Architecture, detect
 from midstream.arch.aliases import Aliases
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
-from midstream.engine.plugin import apply, follow_parent, raise_if_ending
+from midstream.engine.plugin import apply_replacements, follow_parent, raise_if_ending
 from midstream.engine.recording import NOTHING, Acting, Kernel
-from midstream.engine.runners import Host, Watch, adapt
+from midstream.engine.runners import Host, Watch, adapt_runner
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
 from midstream.plan.values import ModelFacts
@@ -61,7 +61,7 @@ _PROBE_TOKENS = 3
 
 @AsyncModelRunnerOutput.register
 class _ReportingOutput:
-    """An output on its way from the device, and a function that tells which requests end with it."""
+    """An output on its way from the device, and a function that finds the requests that end with it."""
 
     def __init__(self, output: AsyncModelRunnerOutput, find_endings: Callable[[], StepEnds | None]) -> None:
         self._output = output
@@ -71,7 +71,7 @@ class _ReportingOutput:
         return _with_endings(self._output.get_output(), self._find_endings())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._output, name)  # the methods of an output differ between versions of vLLM
+        return getattr(self._output, name)  # an output has other methods in other versions of vLLM
 
 
 def _with_endings(output: Any, endings: StepEnds | None) -> Any:
@@ -132,7 +132,7 @@ class Worker(PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
-        apply(Role.WORKER)
+        apply_replacements(Role.WORKER)
         follow_parent()
         super().load_model(*args, **kwargs)
         self._attach()
@@ -141,7 +141,7 @@ class Worker(PlatformWorker):
     def _attach(self) -> None:
         config = self.vllm_config
         settings = Settings.of(config)
-        runner = self._runner = adapt(self.model_runner)
+        runner = self._runner = adapt_runner(self.model_runner)
         model, tensor, pipeline = runner.model, get_tp_group(), get_pp_group()
         self._eager_kernels = EagerKernels(model, config)
         arch = detect(
@@ -172,8 +172,8 @@ class Worker(PlatformWorker):
         forms = {(arch.widths[p], arch.bindings[p].residual is not None) for p in buildable_points(arch, sites)}
         for width, dual in forms:
             self.plans.tables.warm_up(width, dual, config.model_config.dtype)
-        # In a graph, vLLM's all-reduce reads different buffers of the other ranks than outside of it. So either all ranks replay a graph
-        # or none does.
+        # In a graph, vLLM's all-reduce reads other buffers of the other ranks than outside a graph. So all ranks must replay a graph, or
+        # none.
         self._stops_alone = self._tensor_ranks is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
@@ -202,27 +202,27 @@ class Worker(PlatformWorker):
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages, self._ends_text)
 
     def _ends_text(self, sampling: Any, prompt: Sequence[int]) -> Callable[[int], bool]:
-        """For each generated token, whether vLLM's front end will find that a stop string ends the text there."""
+        """A function that tells for each generated token whether a stop string will end the text there in vLLM's front end."""
         request: Any = SimpleNamespace(
             request_id="", sampling_params=sampling, prompt_token_ids=list(prompt), prompt_embeds=None
         )
         try:
             detokenizer = IncrementalDetokenizer.from_new_request(self._front_ends_tokenizer, request)
-        except Exception:  # others' requests are in this step, too
+        except Exception:  # the step has other requests, too
             _log.warning("Traces may see a step beyond a stop string: the worker has no tokenizer.", exc_info=True)
             return lambda token: False
         return lambda token: detokenizer.update([token], stop_terminated=False) is not None
 
     @cached_property
     def _front_ends_tokenizer(self) -> Any:
-        """The one that looks for stop strings; None if the engine has none."""
+        """The tokenizer with which vLLM's front end finds stop strings; None if the engine has none."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
         config = self.vllm_config.model_config
         return None if config.skip_tokenizer_init else cached_tokenizer_from_config(config)
 
     def _make_plan_host(self, arch: Architecture, settings: Settings, built_in: Sequence[Point]) -> PlanHost:
-        """All ranks of a pipeline have to call this together. `built_in` has the points that the compiled forward has sites for."""
+        """Collective in the pipeline. `built_in`: the points that are built into the compiled forward."""
         config = self.vllm_config
         stage, first_of_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
         points = points_of(arch)
@@ -266,9 +266,9 @@ class Worker(PlatformWorker):
         return times
 
     def _records_later(self) -> bool:
-        """Whether graphs can be recorded with requests alive: vLLM's forward on dummy tokens has to leave these alone.
+        """Whether graphs can be recorded while requests are alive: vLLM's forward on dummy tokens must not affect them.
 
-        It would change the states of recurrent layers, remove the requests' adapters, talk to a KV connector, and wait for other engines.
+        It would change the states of recurrent layers, remove the requests' adapters, call a KV connector, and wait for other engines.
         """
         config = self.vllm_config
         parallel = config.parallel_config
@@ -278,10 +278,10 @@ class Worker(PlatformWorker):
         return not (several or shares or any(others) or self._runner.has_recurrent_layers())
 
     def _kernel_at(self, acting: Acting) -> Kernel | None:
-        """What the site op does in a graph of steps in which these act; None if there can be no such graph.
+        """The kernel for a graph of steps in which these sites and programs act; None if there can be no such graph.
 
-        Each pipeline stage knows its own programs alone, so one may have a graph for a step and another not. All need equally many rows,
-        padded ones included. The graphs of the pieces between attention calls, which a step falls back to, have as many as a full one.
+        Each pipeline stage knows only its own programs, so one stage may have a graph for a step and another may not. All stages need the
+        same number of rows, including padding. A step without a full graph falls back to piecewise graphs, which have as many rows.
         """
         tables = self.plans.tables
         assert isinstance(tables, DeviceTables)  # there are graphs
@@ -291,18 +291,18 @@ class Worker(PlatformWorker):
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if each and self._stages is not None and not mode.has_piecewise_cudagraphs():
             return None
-        kept = tables.programs.graph_values(point for at in each for point in at.inputs)
+        values = tables.programs.graph_values(point for at in each for point in at.inputs)
         for at in sorted((at for at in each if at.point in tables.index), key=lambda at: at.turn):
-            here = programs.setdefault(tables.index[at.point], {})
-            here.setdefault(at.what, []).append(tables.programs.recorded(at, kept))
+            of_point = programs.setdefault(tables.index[at.point], {})
+            of_point.setdefault(at.what, []).append(tables.programs.recorded(at, values))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             if point in points:
-                tables.edit_recorded(point, hidden, residual, programs.get(point, {}), kept)
+                tables.edit_recorded(point, hidden, residual, programs.get(point, {}), values)
 
         def warm_up(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-            if tables.points[point] in kept.points:
-                kept.make_room(tables.points[point], flat(hidden))
+            if tables.points[point] in values.points:
+                values.make_room(tables.points[point], flat(hidden))
             for one in chain.from_iterable(programs.get(point, {}).values()):
                 one.warm_up(flat(hidden))
 
@@ -317,16 +317,16 @@ class Worker(PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         new = scheduler_output.scheduled_new_reqs
         begins = bool(new) and any(map(is_ours, new))
-        if not (begins or self._is_awake):  # a plain step costs little more than these lines
+        if not (begins or self._is_awake):  # a plain step adds only these lines to vLLM's
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans
-        if not begins and plans.repeat(scheduler_output):  # a step like the last one costs little more than these
+        if not begins and plans.repeat(scheduler_output):  # a step like the last one adds only these lines
             watches = plans.step_is_planned or plans.edits or traces.may_have_written
             self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, self.plans.acting)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
-            raise_if_ending()  # a body may have swallowed it in a step without tokens
+            raise_if_ending()  # a body may have swallowed the SystemExit in a step without tokens
             self._runner.prepare(Watch.NOTHING)
             return super().execute_model(scheduler_output)
         off_graph = self._schedule(scheduler_output)
@@ -343,7 +343,7 @@ class Worker(PlatformWorker):
         points = plans.tables.points
         if traced and not uncompiled:
             SiteOp.fire = lambda point, hidden, residual: traces.see_site(points[point], hidden, residual)
-        pieces = self._runner.pieces.stopping_at(lambda point: traces.expects(points[point]))
+        pieces = self._runner.piecewise.stopping_at(lambda point: traces.expects(points[point]))
         try:
             with self._eager_kernels.on() if uncompiled else pieces:
                 output = self._execute_planned(scheduler_output)
@@ -371,7 +371,7 @@ class Worker(PlatformWorker):
 
     @torch.inference_mode()
     def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:
-        """The rows of the step that has just been queued, or None where the forward ends on another rank."""
+        """The check of the step that has just been queued; None if the forward ends on another rank."""
         names, hidden_TH = self._runner.batch()
         if not isinstance(hidden_TH, torch.Tensor):
             return None
@@ -384,7 +384,7 @@ class Worker(PlatformWorker):
         super().execute_dummy_batch()
 
     def _schedule(self, scheduler_output: Any) -> bool:
-        """Tell traces and plans which requests the step computes. Returns whether a plan makes the step run uncompiled."""
+        """Tell traces and plans which requests the step has. Returns whether a plan makes the step run uncompiled."""
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         begun = {r.req_id: (r.sampling_params, r.prompt_token_ids or ()) for r in new}
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -418,15 +418,17 @@ class Worker(PlatformWorker):
         return _with_endings(output, find_endings())
 
     def _refusals(self, rows: FiniteCheck) -> dict[str, str]:
-        """request id -> why it has to end, for requests whose values are no longer finite."""
+        """The requests whose values are not finite: request id -> why it ends."""
         broken = rows.not_finite()
-        told = {name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()}
-        return {name: text for name, text in told.items() if text is not None}
+        reasons = {
+            name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()
+        }
+        return {name: text for name, text in reasons.items() if text is not None}
 
     # Called by the client through `collective_rpc`.
 
     def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
-        """Connect to the client's results channel. Returns the name under which this worker sends, or None if it sends nothing."""
+        """Connect to the client's results channel. Returns this worker's name there, or None if it does not send."""
         print_to_client()
         self.midstream.set_weights((), {})
         reports = self.midstream.reports
@@ -460,11 +462,11 @@ class Worker(PlatformWorker):
                 f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },
             "order": [(*key, *moments) for key, moments in self.midstream.interleaver.order.items() if key in places],
-            "free_sites": self._free_sites,  # those at which plans leave compiled code and graphs as they are
+            "free_sites": self._free_sites,  # plans at these leave compiled code and graphs as they are
         }
 
     def midstream_gauges(self) -> dict[str, int]:
-        """Counts of what is alive on this worker, and of steps by kind."""
+        """Counts of the objects that are alive on this worker, and of steps by kind."""
         return {
             **self.midstream.gauges(),
             **self.plans.gauges(),
@@ -485,7 +487,7 @@ class Worker(PlatformWorker):
         self.midstream.drop(traces)
 
     def midstream_set_weights(self, kept: Sequence[str], new: Mapping[str, bytes]) -> None:
-        """Hold weights for traces, and no others: those of the digests in `kept`, and new ones by their digests."""
+        """Hold these weights for traces, and drop all others: the digests in `kept`, and new weights by their digests."""
         self.midstream.set_weights(kept, new)
 
     def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
@@ -519,6 +521,6 @@ class Worker(PlatformWorker):
             self._tensor_ranks.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
-                plans.captures.close()  # raises what a consumer raised
+                plans.captures.close()  # raises a consumer's error
         finally:
             super().shutdown()

@@ -312,7 +312,7 @@ class _Template:
         for key, rows in self._used.items():
             block = as_bits(planes[key]).numpy()
             if rows is not None:
-                block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenated`
+                block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenate_rows`
             blocks[key] = block, planes[key].dtype, block.strides[0]
 
         def tensor(rows: RowRange) -> torch.Tensor:

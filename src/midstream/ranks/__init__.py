@@ -1,1 +1,1 @@
-"""What makes the ranks of one engine act as one: pipeline stages and tensor parallelism."""
+"""Pipeline stages and tensor-parallel ranks: they fetch, gather and merge each other's values."""

@@ -1,20 +1,20 @@
-"""How ranks of a group give each other values: the owner publishes, the others fetch.
+"""Sends values between the ranks of a group: the owner publishes a value, and the other ranks fetch it.
 
     link = Link(rank, exchange_in(group), "pipeline", host)    # on every rank, collectively
     link.publish("body-1", 3, value)                           # on the owner; returns at once
-    fetch = link.fetch(0, "body-1", 3, ref=(0,))               # on another rank, before or after; returns at once
+    fetch = link.fetch(0, "body-1", 3, ref=(0,))               # on another rank, before or after `publish`; returns at once
     tensor = fetch.wait()                                      # on the CPU
-    link.waive(0, {"body-1": [3]})                             # on that rank: it will not fetch the value any more
-    link.end("body-1", "the request ended before it")          # on every rank, or `drop`: then all of it is forgotten
+    link.waive(0, {"body-1": [3]})                             # on that rank: it will not fetch this value
+    link.end("body-1", "the request ended before it")          # on every rank, or `drop`: all values of the body are forgotten
 
 A value is known by the body's name and a number that grows within the body. Each rank has a `Receiver`, and a `Sender` to every other
-rank, so bytes move as results do. Requests are answered on the receiving threads, because the forward's thread may be in a collective or
-wait for a fetch of its own. A request for a value that does not exist yet is parked until the value is published or its owner's body is
-over. There is no timeout: the wait ends when the owner dies.
+rank. Requests are answered on the receiving threads, because the forward's thread may be in a collective or wait for a fetch of its own. A
+request for a value that does not exist yet is parked until the value is published or its owner's body ends. There is no timeout: the wait
+ends when the owner dies.
 
 A fetch takes 1 to 4 ms, mostly switches between threads and processes. A trace that uses another stage's value in every step would pay
-that for each value and step. So a rank that fetches a value of a place is sent the next value of that place ahead, without a request,
-and so on as long as it uses those (`benchmarks/link_latency.py`: 0.1 ms).
+that for each value and step. So after a rank has fetched a value of a point, the owner sends it the point's next value ahead, without a
+request. It goes on as long as the rank uses the values that came ahead (`benchmarks/link_latency.py`: 0.1 ms).
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from midstream.transport.sender import Sender, mark_ready
 from midstream.tree import Ref, follow, is_raw, leaves, map_tensors, objects_in
 
 _HOST = torch.device("cpu")
-_UNBOUNDED = 1 << 62  # bytes queued: those of published values, which are kept anyway
+_UNBOUNDED = 1 << 62  # bytes queued: published values are kept in memory anyway
 _NAMES_KEPT = 4096  # of bodies that are over; far more than can run at once
 _CLOSE_SECONDS = 5.0
 
-Reader = tuple[int, Ref]  # a rank, and the part of a value that it fetches
-Place = str | tuple[str, ...]  # a point of the model
+Requester = tuple[int, Ref]  # a rank, and the part of a value that it fetches
+PointName = str | tuple[str, ...]  # a point of the model
 
 
-class _Header(msgspec.Struct, array_like=True, tag=True):
-    """What a rank tells another one; `rank` is the sender's."""
+class _LinkHeader(msgspec.Struct, array_like=True, tag=True):
+    """The header of a message between ranks. `rank` is the sender's."""
 
     rank: int
 
 
-class _Wanted(_Header):
+class _Request(_LinkHeader):
     """A request for a value, or for the part of it at `ref`."""
 
     body: str
@@ -69,40 +69,40 @@ class _Wanted(_Header):
     ref: Ref
 
 
-class _Value(_Header):
-    """The message brings a value, or, if it has `failed`, the error to raise. `ahead`: its place, if it was not requested."""
+class _Value(_LinkHeader):
+    """The message has a value; or, if it has `failed`, the error to raise. `ahead`: the value's point, if it was not requested."""
 
     body: str
     number: int
     ref: Ref
     failed: bool
-    ahead: Place | None
+    ahead: PointName | None
 
 
-class _Used(_Header):
-    """Of these bodies' places and parts, values that came ahead were used: send the next ones, too."""
+class _Used(_LinkHeader):
+    """The rank has used values that came ahead. They are given by body, point and part; send the next ones ahead, too."""
 
-    places: list[tuple[str, Place, Ref]]
+    places: list[tuple[str, PointName, Ref]]
 
 
-class _Waived(_Header):
+class _Waived(_LinkHeader):
     """The rank will not fetch the values of these numbers, by body."""
 
     numbers: dict[str, list[int]]
 
 
-class _Over(_Header):
-    """The bodies have failed with `failure`; if `ended`, they are over on that rank, failed or not."""
+class _Over(_LinkHeader):
+    """The bodies have failed with `failure`, if it is not None. If `ended`, they are over on that rank."""
 
     bodies: list[str]
     failure: str | None
     ended: bool = True
 
 
-_HEADERS = _Wanted | _Value | _Used | _Waived | _Over
+_HEADERS = _Request | _Value | _Used | _Waived | _Over
 
 
-class Held(NamedTuple):
+class ReadyValue(NamedTuple):
     """A value, and the events after which its tensors are complete; or, if `failed`, the error that a fetch of it raises."""
 
     value: Any
@@ -110,7 +110,7 @@ class Held(NamedTuple):
     failed: bool = False
 
     @classmethod
-    def error(cls, error: Exception) -> Held:
+    def error(cls, error: Exception) -> ReadyValue:
         return cls(error, {}, failed=True)
 
 
@@ -119,16 +119,16 @@ class Published:
     """A published value.
 
     Attributes:
-        held: replaced, never changed, so that it can be sent while it is being moved.
-        ranks: those that may still fetch it. Without any it is forgotten.
+        content: replaced, never changed, so that it can be sent while it is being moved.
+        ranks: the ranks that may still fetch it. Without any, the value is forgotten.
         once: whether each of them fetches it only once.
-        place: the point of the model that it was read at, for what is sent ahead.
+        place: the point of the model that it was read at; values of one point are sent ahead.
     """
 
-    held: Held
+    content: ReadyValue
     ranks: set[int]
     once: bool = False
-    place: Place | None = None
+    place: PointName | None = None
 
 
 class Fetch:
@@ -151,9 +151,7 @@ class Fetch:
 
     def fail(self, error: MidstreamError) -> None:
         """There will be no answer."""
-        self.answer.set_exception(
-            copy.copy(error)
-        )  # a raised error keeps its frames alive, and other fetches get the same
+        self.answer.set_exception(copy.copy(error))  # a raised error keeps its frames alive
 
     def wait(self) -> Any:
         """The value, its tensors on the CPU.
@@ -176,19 +174,19 @@ class Fetch:
 
 @dataclass(slots=True)
 class SharedBody:
-    """What this rank knows of a body until every rank has ended it.
+    """The state of a body on this rank, until every rank has ended it.
 
     Attributes:
         reason: why the body is over here; None while it is not.
-        silent: why nothing more is published here, if that is known before the body is over.
-        failure: what the body failed with on another rank.
+        silent: why this rank publishes no more values, if that is known before the body is over.
+        failure: the body's error on another rank.
         ended: the ranks that have ended it, this one included.
         values: published here, by number.
         forgotten: the largest number of a value that was forgotten because no rank would fetch it any more.
         waived: number -> the ranks that will not fetch it, before it is published.
         parked: number -> the readers that have requested it, before it is published.
-        subscribers: place -> the readers that are sent the next value of the place without a request.
-        ahead: (rank, place, part) -> number and message of the newest value that was sent without a request and not fetched yet.
+        subscribers: point -> the readers to whom the point's next value is sent without a request.
+        ahead: (rank, point, part) -> number and message of the newest value that was sent without a request and not fetched yet.
     """
 
     reason: MidstreamError | None = None
@@ -198,12 +196,12 @@ class SharedBody:
     values: dict[int, Published] = field(default_factory=dict)
     forgotten: int = -1
     waived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    parked: defaultdict[int, set[Reader]] = field(default_factory=lambda: defaultdict(set))
-    subscribers: defaultdict[Place, set[Reader]] = field(default_factory=lambda: defaultdict(set))
-    ahead: dict[tuple[int, Place, Ref], tuple[int, Message]] = field(default_factory=dict)
+    parked: defaultdict[int, set[Requester]] = field(default_factory=lambda: defaultdict(set))
+    subscribers: defaultdict[PointName, set[Requester]] = field(default_factory=lambda: defaultdict(set))
+    ahead: dict[tuple[int, PointName, Ref], tuple[int, Message]] = field(default_factory=dict)
 
-    def note_answer(self, number: int, reader: Reader) -> None:
-        """A reader gets the value. Subscribe it to the place's next value, and forget this one if nobody else may fetch it."""
+    def note_answer(self, number: int, reader: Requester) -> None:
+        """A reader gets the value. Subscribe it to the point's next value, and forget this one if no other rank may fetch it."""
         published = self.values[number]
         if published.place is not None:
             self.subscribers[published.place].add(reader)
@@ -230,7 +228,7 @@ class SharedBody:
             readers -= {reader for reader in readers if reader[0] == rank}
         self.without(rank, list(self.values))
 
-    def take_ahead(self, rank: int, number: int, ref: Ref) -> tuple[Place, Message] | None:
+    def take_ahead(self, rank: int, number: int, ref: Ref) -> tuple[PointName, Message] | None:
         """The place and message of a value that has come without a request."""
         for key, (its, message) in self.ahead.items():
             if its == number and (key[0], key[2]) == (rank, ref):
@@ -240,7 +238,7 @@ class SharedBody:
 
 
 def exchange_in(group: Any) -> Callable[[Any], list[Any]]:
-    """A collective for one of vLLM's groups: returns what every rank passed, in the group's order. For small values at the start."""
+    """A collective for one of vLLM's groups: it returns the values that all ranks passed, in the group's order. For small values."""
 
     def exchange(value: Any) -> list[Any]:
         gathered: list[Any] = [None] * group.world_size
@@ -257,15 +255,15 @@ class Link:
     Every rank that takes part in a body ends or drops it.
 
     Args:
-        exchange: collective: `exchange(x)` returns what every rank of the group passed, in the group's order.
-        name: which group it is.
+        exchange: collective: `exchange(x)` returns the values that all ranks of the group passed, in the group's order.
+        name: of the group.
         host: an address of this machine that the other ranks can reach; used if they run on several machines.
     """
 
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], name: str, host: str) -> None:
         self.rank = rank
         self.name = name
-        machines = exchange(wire.machine())
+        machines = exchange(wire.machine_name())
         self.size = len(machines)
         self._lock = threading.Lock()
         self._bodies: dict[str, SharedBody] = {}
@@ -275,7 +273,7 @@ class Link:
         self._closed = False
         self._on_device: weakref.WeakSet[Published] = weakref.WeakSet()
         # Values sent ahead to this rank that it has used in this step: owner -> (body, place, part).
-        self._used: defaultdict[int, set[tuple[str, Place, Ref]]] = defaultdict(set)
+        self._used: defaultdict[int, set[tuple[str, PointName, Ref]]] = defaultdict(set)
         self._peers = [peer for peer in range(self.size) if peer != rank]
         names = {self._sender_name(peer): peer for peer in self._peers}
         self._receiver = Receiver(None if len(set(machines)) == 1 else host, headers=_HEADERS, handle=self._handle)
@@ -292,29 +290,29 @@ class Link:
         number: int,
         value: Any,
         readers: Collection[int] | None = None,
-        place: Place | None = None,
+        place: PointName | None = None,
     ) -> None:
-        """Make `value` available to the other ranks, and answer those that wait for it. Returns at once.
+        """Make `value` available to the other ranks, and answer the ranks that wait for it. Returns at once.
 
         Args:
-            value: a tree of tensors, which nobody writes to afterwards, and of values that can be pickled. It is kept until every
-                rank has ended the body or waived the value.
+            value: a tree of tensors, which must not be changed afterwards, and of values that can be pickled. It is kept until
+                every rank has ended the body or waived the value.
             readers: the only ranks that fetch it, once each. Default: any rank, any number of times.
-            place: the same for values of one point of the model. A rank that fetches one is sent the next one without asking.
+            place: the point of the model. A rank that fetches a value of a point is sent the point's next value without a request.
         """
-        held = Held(value, mark_ready([tensor for _, tensor in leaves(value)]))
+        held = ReadyValue(value, mark_ready([tensor for _, tensor in leaves(value)]))
         ranks = set(self._peers if readers is None else readers)
         self._offer(body, number, Published(held, ranks, readers is not None, place))
 
     def refuse(self, body: str, number: int, error: MidstreamError) -> None:
-        """There never will be a value under this number: fetches of it raise `error`."""
-        self._offer(body, number, Published(Held.error(error), set(self._peers)))
+        """Fetches of this number raise `error`, now and later."""
+        self._offer(body, number, Published(ReadyValue.error(error), set(self._peers)))
 
     def _offer(self, body: str, number: int, published: Published) -> None:
         with self._lock:
-            if not self._peers or (known := self._under_way(body)) is None:
+            if not self._peers or (known := self._running_body(body)) is None:
                 return
-            held, place = published.held, published.place
+            held, place = published.content, published.place
             published.ranks -= known.ended | known.waived.pop(number, set()) | self._gone
             asked = known.parked.pop(number, set())
             waiting = known.subscribers.pop(place, set()) - asked if place is not None else set()
@@ -331,7 +329,7 @@ class Link:
             self._answer(reader, body, number, held, place)
 
     def fetch(self, peer: int, body: str, number: int, ref: Ref = ()) -> Fetch:
-        """Request what `peer` publishes under `number`, or only the part of it at `ref`. Returns at once."""
+        """Request the value that `peer` publishes under `number`, or only the part of it at `ref`. Returns at once."""
         fetch = Fetch(peer)
         with self._lock:
             known = self._known(body)
@@ -347,31 +345,31 @@ class Link:
             else:
                 self._open.setdefault((peer, body, number, ref), []).append(fetch)
         if not fetch.done:
-            self._post(peer, _Wanted(self.rank, body, number, ref))
+            self._post(peer, _Request(self.rank, body, number, ref))
         return fetch
 
     def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
-        """This rank will not fetch, from `peer`, the values under these numbers of bodies, whether published yet or not."""
+        """Promise not to fetch these values from `peer`, whether they are published yet or not: body -> numbers."""
         with self._lock:
-            under_way = {body: known for body in numbers if (known := self._under_way(body)) is not None}
-            for body, known in under_way.items():
+            running = {body: known for body in numbers if (known := self._running_body(body)) is not None}
+            for body, known in running.items():
                 useless = [
                     key for key, (number, _) in known.ahead.items() if key[0] == peer and number in numbers[body]
                 ]
                 for key in useless:
                     del known.ahead[key]
-        if under_way:
-            self._post(peer, _Waived(self.rank, {body: list(numbers[body]) for body in under_way}))
+        if running:
+            self._post(peer, _Waived(self.rank, {body: list(numbers[body]) for body in running}))
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
         wait([fetch.answer for fetch in fetches], return_when=FIRST_COMPLETED)
 
     def silence(self, body: str, reason: str, failed: bool = False) -> None:
-        """This rank publishes nothing more for the body, but may still fetch, and be fetched from. Arguments as for `end`."""
-        error = _no_more(reason, failed)
+        """This rank publishes no more values of the body. It may still fetch, and its values may be fetched. Arguments as for `end`."""
+        error = _absence_error(reason, failed)
         with self._lock:
-            known = self._under_way(body)
+            known = self._running_body(body)
             if known is None:
                 return
             known.silent = error
@@ -381,14 +379,14 @@ class Link:
             self._post(peer, _Over(self.rank, [body], reason, ended=False))
 
     def end(self, body: str, reason: str, failed: bool = False) -> None:
-        """The body is over on this rank. Fetches of what it has not published raise `reason`.
+        """The body is over on this rank. Fetches of values that it has not published raise `reason`.
 
-        `failed`: it is over because of an error of its own, which other ranks also learn by `failure_of`.
+        `failed`: it is over because of its own error. `failure_of` tells the other ranks.
         """
-        self._finish([body], _no_more(reason, failed))
+        self._finish([body], _absence_error(reason, failed))
 
     def failure_of(self, body: str) -> StageFailedError | None:
-        """What the body failed with on another rank, if this rank has heard of it."""
+        """The body's error on another rank, if this rank has heard of one."""
         known = self._bodies.get(body)
         return known.failure if known is not None else None
 
@@ -397,7 +395,7 @@ class Link:
         self._finish(bodies, NeverReachedError("the request was aborted."), at_once=True)
 
     def _finish(self, bodies: Collection[str], reason: MidstreamError, at_once: bool = False) -> None:
-        parked: dict[str, dict[int, set[Reader]]] = {}
+        parked: dict[str, dict[int, set[Requester]]] = {}
         with self._lock:
             bodies = [body for body in bodies if body not in self._over]
             if not bodies or not self._peers:
@@ -420,9 +418,9 @@ class Link:
             self._post(peer, _Over(self.rank, bodies, failure))
 
     def end_step(self) -> None:
-        """Call it after each step: ask for the next values of the places whose values were used, and free device memory.
+        """Call it after each step: ask for the next values of the points whose values were used, and free device memory.
 
-        What was published since the last call, and is still kept, moves to host memory.
+        Values that were published since the last call, and are still kept, move to host memory.
         """
         used, self._used = self._used, defaultdict(set)
         for peer, places in used.items():
@@ -433,13 +431,13 @@ class Link:
         _move_to_host(published)
 
     def gauges(self) -> dict[str, int]:
-        """What is held for running bodies: zero when there are none."""
+        """Counts of the objects that are held for running bodies: zeros when no body runs."""
         with self._lock:
             bodies = list(self._bodies.values())
             published = [published for known in bodies for published in known.values.values()]
             return {
                 "published": len(published),
-                "published_bytes": sum(tensor.nbytes for one in published for _, tensor in leaves(one.held.value)),
+                "published_bytes": sum(tensor.nbytes for one in published for _, tensor in leaves(one.content.value)),
                 "parked_requests": sum(len(readers) for known in bodies for readers in known.parked.values()),
                 "open_fetches": sum(map(len, self._open.values())),
                 "sent_ahead": sum(len(known.ahead) for known in bodies),
@@ -462,19 +460,19 @@ class Link:
 
     def _handle(self, message: Message) -> None:
         match message.header:
-            case _Wanted() as wanted:
+            case _Request() as wanted:
                 self._give(wanted)
             case _Value() as value:
                 self._take(value, message)
             case _Used(peer, places):
                 with self._lock:
                     for body, place, ref in places:
-                        if (known := self._under_way(body)) is not None:
+                        if (known := self._running_body(body)) is not None:
                             known.subscribers[place].add((peer, ref))
             case _Waived(peer, numbers):
                 with self._lock:
                     for body, waived in numbers.items():
-                        if (known := self._under_way(body)) is not None:
+                        if (known := self._running_body(body)) is not None:
                             known.without(peer, waived)
             case _Over(peer, bodies, failure, ended):
                 with self._lock:
@@ -488,20 +486,20 @@ class Link:
                                 known.leave(peer)
                                 self._forget_if_over(body, known)
 
-    def _give(self, wanted: _Wanted) -> None:
+    def _give(self, wanted: _Request) -> None:
         body, number, reader = wanted.body, wanted.number, (wanted.rank, wanted.ref)
         with self._lock:
             known = self._known(body)
             if known is None:
-                held = Held.error(self._over[body])
+                held = ReadyValue.error(self._over[body])
             elif number in known.values:
-                held = known.values[number].held
+                held = known.values[number].content
                 known.note_answer(number, reader)
             elif (why := known.reason or known.silent) is not None:
-                held = Held.error(why)
+                held = ReadyValue.error(why)
             elif number <= known.forgotten:
                 text = f"value {number} of {body!r} was forgotten: no rank was to fetch it again."
-                held = Held.error(TraceError(text))
+                held = ReadyValue.error(TraceError(text))
             else:
                 return known.parked[number].add(reader)
         self._answer(reader, body, number, held)
@@ -510,7 +508,7 @@ class Link:
         key = (value.rank, value.body, value.number, value.ref)
         with self._lock:
             fetches = self._open.pop(key, [])
-            if not fetches and value.ahead is not None and (known := self._under_way(value.body)) is not None:
+            if not fetches and value.ahead is not None and (known := self._running_body(value.body)) is not None:
                 known.ahead[value.rank, value.ahead, value.ref] = value.number, message
         for fetch in fetches:
             fetch.answer.set_result(message)
@@ -526,7 +524,7 @@ class Link:
         for fetch in fetches:
             fetch.fail(self._gone_error(peer))
         if peer in self._senders:
-            self._senders[peer].close(flush=False)  # if it is alive after all, it sees that we have given it up
+            self._senders[peer].close(flush=False)  # if it is alive after all, it sees the closed connection
 
     # Called with the lock held.
 
@@ -534,7 +532,7 @@ class Link:
         """The body's record, made if need be; None if the body is over on every rank."""
         return None if body in self._over else self._bodies.setdefault(body, SharedBody())
 
-    def _under_way(self, body: str) -> SharedBody | None:
+    def _running_body(self, body: str) -> SharedBody | None:
         """The body's record; None if the body is over on this rank."""
         known = self._known(body)
         return known if known is not None and known.reason is None else None
@@ -554,8 +552,10 @@ class Link:
 
     # Called without the lock.
 
-    def _answer(self, reader: Reader, body: str, number: int, held: Held, ahead: Place | None = None) -> None:
-        """Send a value, or the part of it that the reader wants. `ahead`: its place, if it was not requested."""
+    def _answer(
+        self, reader: Requester, body: str, number: int, held: ReadyValue, ahead: PointName | None = None
+    ) -> None:
+        """Send a value, or the reader's part of it. `ahead`: the value's point, if it was not requested."""
         rank, ref = reader
         value, ready, failed = held
         if not failed:
@@ -563,19 +563,19 @@ class Link:
                 value = follow(value, ref)
             except (LookupError, TypeError) as error:
                 if ahead is not None:
-                    return  # the place's value has no such part this time; if it is fetched, that is an error
-                value, ready, failed = Held.error(error)
+                    return  # this value has no such part; a fetch of it will get the error
+                value, ready, failed = ReadyValue.error(error)
         self._post(rank, _Value(self.rank, body, number, ref, failed, ahead), value, ready)
 
-    def _refuse_parked(self, body: str, parked: Mapping[int, set[Reader]], error: MidstreamError) -> None:
+    def _refuse_parked(self, body: str, parked: Mapping[int, set[Requester]], error: MidstreamError) -> None:
         for number, readers in parked.items():
             for reader in readers:
-                self._answer(reader, body, number, Held.error(error))
+                self._answer(reader, body, number, ReadyValue.error(error))
 
     def _post(
         self,
         peer: int,
-        header: _Header,
+        header: _LinkHeader,
         value: Any = None,
         ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
@@ -591,8 +591,8 @@ class Link:
         return EngineClosedError(f"{self.name} rank {peer} has gone, and the values with it that other ranks wait for.")
 
 
-def _no_more(reason: str, failed: bool) -> MidstreamError:
-    """What a fetch raises for a value that its owner's body has not published and will not."""
+def _absence_error(reason: str, failed: bool) -> MidstreamError:
+    """The error of fetches of a value that its owner's body has not published and will not publish."""
     return StageFailedError(reason) if failed else NeverReachedError(reason)
 
 
@@ -600,7 +600,7 @@ def _move_to_host(moving: Collection[Published]) -> None:
     """Move tensors on this rank's CUDA device to pinned host memory, in one copy for each dtype, without waiting for it."""
     by_dtype: defaultdict[torch.dtype, dict[int, torch.Tensor]] = defaultdict(dict)
     for published in moving:
-        for _, tensor in leaves(published.held.value):
+        for _, tensor in leaves(published.content.value):
             if tensor.is_cuda and is_raw(tensor):
                 by_dtype[tensor.dtype][id(tensor)] = tensor
     moved: dict[int, torch.Tensor] = {}
@@ -612,5 +612,5 @@ def _move_to_host(moving: Collection[Published]) -> None:
     if moved:
         copied = torch.cuda.current_stream(flat.device).record_event()
         for published in moving:
-            value = map_tensors(published.held.value, lambda _, tensor: moved.get(id(tensor), tensor))
-            published.held = Held(value, {**published.held.ready, _HOST: copied})
+            value = map_tensors(published.content.value, lambda _, tensor: moved.get(id(tensor), tensor))
+            published.content = ReadyValue(value, {**published.content.ready, _HOST: copied})

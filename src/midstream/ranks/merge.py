@@ -1,15 +1,15 @@
-"""Merges the results that the pipeline stages send for one trace into those that a single GPU would give.
+"""Merges the results of a trace from the pipeline stages into the results that a single GPU would give.
 
     merged_outcomes([outcomes_of_stage_0, outcomes_of_stage_1])
 
 Every stage runs the same code, so its saves have the same structure on each; a value that lives on another stage is `Absent`.
-Stages may differ in how far they got. A stage may begin a step before the last stage knows that the request is over, and when the
-code fails on one stage, the others run on for a while. So one stage, the judge, decides how far the trace got: the stage whose code
-failed, in the earliest step if several failed, else the last stage, which samples the tokens and knows the end. Whatever a stage has
+Stages may get different distances. A stage may begin a step before the last stage knows that the request is over, and when the
+code fails on one stage, the others run on for a while. One stage, the judge, decides how far the trace got. It is the stage whose code
+failed, in the earliest step if several failed, else the last stage, which samples the tokens. Everything that a stage has
 beyond the judge is dropped: entries of lists, keys, attributes, names, and errors of waiting for values that never came.
 
-One case goes unnoticed: such a stage replaces a value under a name or key that the judge has too. Values do not show when they were
-saved.
+Limitation: a stage beyond the judge may have replaced a value under a name or key that the judge has too. Values do not carry the
+time at which they were saved, so this is not detected.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from midstream.sites import LAYER_SITES, MODEL_SITES
 from midstream.trace.outcome import Outcome
 from midstream.trace.parallel import Absent
 
-# How much two stages' results of one computation may differ because they were summed in different orders, relative to the largest
-# entry. A float32 tensor or a Python number was often computed in bfloat16.
+# Two stages may sum in different orders. Their results may differ by this much, relative to the largest entry. A float32 tensor or a
+# Python number was often computed in bfloat16.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _COARSE = 0.2  # dtypes of 8 bits and less
 _NUMBER = 1e-2
@@ -64,26 +64,19 @@ def _waits_past_end(outcome: Outcome, last: Outcome) -> bool:
     return isinstance(error, NeverReachedError) and last.failure is None and outcome.steps > last.steps
 
 
-def merged_values(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The saved values by name: a dict for each stage, in stage order, all of which got equally far.
-
-    Real values beat `Absent`; a value that is absent everywhere is left out. Lists and tuples are merged by position and dicts by key;
-    a longer one keeps its further entries. Where real values differ by more than rounding, the last stage's is taken, with a
-    StageMismatchWarning.
-    """
-    return _Merging(len(each) - 1, (), None).names(dict(enumerate(each)))
-
-
 class _Merging:
-    """Merges values given by stage.
+    """Merges saved values given by stage.
+
+    Real values beat `Absent`; a value that is absent on all stages is left out. Lists and tuples are merged by position, and dicts by key.
+    Where real values differ by more than rounding, the judge's value is taken, with a StageMismatchWarning.
 
     Args:
         judge: the stage whose values are taken where they differ.
-        past: stages that got further than the judge: what they have beyond it is dropped.
-        steps: how many steps the judge ran; None if all stages ran the same.
+        past: the stages that got further than the judge. Their entries beyond the judge's are dropped.
+        steps: how many steps the judge ran.
     """
 
-    def __init__(self, judge: int, past: Collection[int], steps: int | None) -> None:
+    def __init__(self, judge: int, past: Collection[int], steps: int) -> None:
         self._judge, self._past, self._steps = judge, frozenset(past), steps
         self._differing: set[int] = set()
         self._taken = judge
@@ -182,7 +175,7 @@ class _Merging:
         return merged
 
     def _places(self, each: Mapping[int, Mapping[Any, Any]]) -> list[Any]:
-        """All keys, except those that only stages past the judge have."""
+        """All keys, without the keys of stages past the judge only."""
         bounded = self._past if self._judge in each else frozenset()
         return list(dict.fromkeys(key for stage, own in each.items() if stage not in bounded for key in own))
 
@@ -192,7 +185,7 @@ class _Merging:
 
 
 def _kind(value: Any) -> Any:
-    """What has to be equal for values to be merged. By name: a class that the trace defines is a different object on every stage."""
+    """Values of equal kinds can be merged. Classes are compared by name: a class that the trace defines is a new object on every stage."""
     return torch.Tensor if isinstance(value, torch.Tensor) else (type(value).__module__, type(value).__qualname__)
 
 
@@ -207,11 +200,18 @@ def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.layout == b.layout and _same_tensors(_strided(a.detach()), _strided(b.detach()))
+        if a.dtype != b.dtype or a.layout != b.layout:
+            return False
+        a, b = _strided(a.detach()), _strided(b.detach())
+        return a.shape == b.shape and (a.is_meta or _close(a, b))
     if isinstance(a, (float, complex, np.inexact)):
         return _close(torch.tensor(a).to(torch.complex128), torch.tensor(b).to(torch.complex128), _NUMBER)
     if isinstance(a, np.ndarray):
-        return a.shape == b.shape and a.dtype == b.dtype and _same_arrays(a, b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.dtype.kind not in "fc":
+            return bool(np.array_equal(a, b))
+        return _close(torch.from_numpy(np.ascontiguousarray(a)), torch.from_numpy(np.ascontiguousarray(b)))
     if isinstance(a, (type, FunctionType)):
         return a.__qualname__ == b.__qualname__
     try:
@@ -227,16 +227,6 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_quantized:
         return tensor.dequantize()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and (a.is_meta or _close(a, b))
-
-
-def _same_arrays(a: Any, b: Any) -> bool:
-    if a.dtype.kind in "fc":
-        return _close(torch.from_numpy(np.ascontiguousarray(a)), torch.from_numpy(np.ascontiguousarray(b)))
-    return bool(np.array_equal(a, b))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, noise: float | None = None) -> bool:
@@ -257,29 +247,29 @@ def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Modules replace the placeholders that other stages have for them. Of each stage's tensor-parallel ranks the first is used.
     """
-    told = [described for described in each if described.get("tensor", (0, 1))[0] == 0]
-    told.sort(key=lambda described: described.get("stage", (0, 1))[0])
+    stages = [described for described in each if described.get("tensor", (0, 1))[0] == 0]
+    stages.sort(key=lambda described: described.get("stage", (0, 1))[0])
+
+    def united(name: str) -> dict[str, Any]:
+        return {key: value for described in stages for key, value in described.get(name, {}).items()}
+
     modules: dict[str, str] = {}
-    for described in told:
+    for described in stages:
         for path, name in described["modules"].items():
             if modules.get(path, _PLACEHOLDER) == _PLACEHOLDER:
                 modules[path] = name
-    layers = sorted({layer for described in told for layer in described.get("layers", ())})
-    sites = {site for described in told for site in described["sites"]}
+    layers = sorted({layer for described in stages for layer in described.get("layers", ())})
+    sites = {site for described in stages for site in described["sites"]}
     return {
-        **told[0],
+        **stages[0],
         "modules": modules,
-        "shapes": _united(told, "shapes"),
-        "widths": _united(told, "widths"),
-        "values": _united(told, "values"),
-        "bindings": _united(told, "bindings"),
-        "order": [each for described in told for each in described.get("order", ())],
+        "shapes": united("shapes"),
+        "widths": united("widths"),
+        "values": united("values"),
+        "bindings": united("bindings"),
+        "order": [each for described in stages for each in described.get("order", ())],
         "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],
         "layers": layers,
-        "stages": [min(described["layers"]) for described in told if described.get("layers")],
-        "num_layers": max(described["num_layers"] for described in told),
+        "stages": [min(described["layers"]) for described in stages if described.get("layers")],
+        "num_layers": max(described["num_layers"] for described in stages),
     }
-
-
-def _united(told: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    return {key: value for described in told for key, value in described.get(name, {}).items()}

@@ -1,11 +1,11 @@
-"""The pipeline stages of a model: which modules each stage built, and the values that they give each other."""
+"""The pipeline stages of a model: which modules each stage has built, and how stages send each other values."""
 
 from __future__ import annotations
 
 import functools
 import pkgutil
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ _STAGE_MOMENTS = 1 << 40  # larger than the number of inputs and outputs in one 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What one stage tells the others about itself.
+    """The description of a stage that the other stages get.
 
     Attributes:
         arch: its part of the architecture.
@@ -38,7 +38,8 @@ class StageParts:
     @classmethod
     def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
         modules = dict(model.named_modules())
-        built = {path: _name_of(type(m)) for path, m in modules.items() if not _is_absent(path, modules)}
+        kinds = {path: type(module) for path, module in modules.items() if not _is_placeholder(module)}
+        built = {path: f"{kind.__module__}:{kind.__qualname__}" for path, kind in kinds.items()}
         # vLLM's Transformers backend also calls the placeholders of other stages' layers.
         order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
         shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
@@ -46,17 +47,13 @@ class StageParts:
         return cls(replace(arch, order=order, shapes=shapes, shards=shards), built)
 
 
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _is_absent(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module is vLLM's placeholder for one on another stage. A plain Identity is a module of the model."""
-    return any(cls.__name__ == "PPMissingLayer" for cls in type(modules[path]).__mro__)
+def _is_placeholder(module: nn.Module) -> bool:
+    """Whether this is vLLM's placeholder for a module of another stage. A plain Identity is a module of the model."""
+    return any(cls.__name__ == "PPMissingLayer" for cls in type(module).__mro__)
 
 
 def merged_architecture(parts: Sequence[Architecture]) -> Architecture:
-    """The model's architecture, from those of its stages in their order. Moments count through the whole model's forward.
+    """The model's architecture, merged from its stages' in their order. Moments count through the whole model's forward.
 
     A module that lies in several stages, like one that contains all layers, begins in the first of them and ends in the last.
     """
@@ -92,7 +89,7 @@ class Stages(Stage):
 
     Args:
         parts: of every stage, in their order.
-        link: to the ranks of the other stages that hold the same share of each layer.
+        link: to the ranks of the other stages that have the same tensor-parallel rank.
         device: where the forward computes.
 
     Attributes:
@@ -127,7 +124,7 @@ class Stages(Stage):
         return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
 
     def begin_of(self, stage: int) -> int:
-        """The moment at which a stage begins, in the whole model's forward."""
+        """The moment of the whole model's forward at which a stage begins."""
         return stage * _STAGE_MOMENTS
 
     def has(self, key: Key) -> bool:
@@ -165,32 +162,32 @@ class Stages(Stage):
             self.link.refuse(body, number, StageFailedError(text))
             raise
         with torch.inference_mode(False):
-            kept = map_tensors(found, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
-        self.link.publish(body, number, kept, place=key)
+            copies = map_tensors(found, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
+        self.link.publish(body, number, copies, place=key)
         return found
 
     def silence(self, body: str, failure: BaseException | None) -> None:
-        """The body's code has ended. The others are told at once: another stage may wait for a value that the body would have published,
-        while this stage waits, in another body, for that stage.
+        """The body's code has ended. Tell the other stages at once: one of them may wait for a value of the body while this stage, in
+        another body, waits for that stage.
         """
         self.link.silence(body, *self._why_over(failure))
 
     def end(self, body: str, failure: BaseException | None) -> None:
-        """The body is over, and what it published is forgotten."""
+        """The body is over. The values that it published are forgotten."""
         self.link.end(body, *self._why_over(failure))
 
     def _why_over(self, failure: BaseException | None) -> tuple[str, bool]:
-        """The reason that later fetches get, and whether the body failed."""
+        """The reason for later fetches, and whether the body failed."""
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
         return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
 
     def claim(self, stage: int, body: str, number: int) -> Claim:
-        """As long as the claim lives, this stage may fetch that value. After that the next `end_step` tells the owner."""
+        """While the claim lives, this stage may fetch the value. When the claim has died, the next `end_step` tells the owner."""
         return Claim(functools.partial(self._waived.append, (stage, body, number)))
 
     def end_step(self, bodies: Collection[str]) -> None:
-        """Tell the others which values `bodies` will not fetch any more, and move published values off the device."""
+        """Tell the other stages which values `bodies` will not fetch, and move published values off the device."""
         waived: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         while self._waived:
             stage, body, number = self._waived.popleft()

@@ -4,13 +4,13 @@
 of their own inputs and outputs. A leaf of any other module has the layout of the known leaf in whose memory it lies (queries, keys and
 values are columns of the fused projection's output). If a module without children returns a tensor shaped like one of its inputs
 (activations, norms over heads, rotary embeddings), the output has the layout of that input. All other leaves count as full tensors, for
-example what a model computes between its modules.
+example the values that a model computes between its modules.
 
-`TensorParallel` makes full tensors of the parts. Each rank runs the same bodies, and some of what bodies do is collective: a rank that got
-to a gather alone would wait forever. So each rank notes what its bodies do (reads, writes, and their ends), and publishes the notes before
-its forward goes on. Before a collective operation the body's notes of this step are compared: a peer either has the next note already, or
-gets there without needing anything of this rank. At the end of every step all ranks compare the notes of all bodies, so that all of them
-fail the same bodies.
+`TensorParallel` makes full tensors of the parts. Each rank runs the same bodies, and some operations of bodies are collective: a rank that
+reached a gather alone would wait forever. So each rank notes its bodies' operations (reads, writes, ends), and publishes the notes before
+its forward goes on. Before a collective operation, the ranks compare the body's notes of this step. A peer either has the next note
+already, or reaches it without waiting for this rank. At the end of every step all ranks compare the notes of all bodies, so that all of
+them fail the same bodies.
 
 Legend of shape suffixes: R ranks, t tokens, w the width on one rank, W the full width, in elements of one token. A width may span several
 axes, such as heads and head_dim; then the ranks divide the first of them.
@@ -74,7 +74,7 @@ class Shards:
         return [segment.width * (self.ranks // segment.replicas) for segment in self.segments]
 
     def join(self, parts_Rtw: torch.Tensor, lead: int) -> torch.Tensor:
-        """The full tensor from all ranks' parts. `lead` axes after R come before those of the width."""
+        """The full tensor from all ranks' parts. `lead` axes come between R and the axes of the width."""
         flat_Rtw = parts_Rtw.flatten(1 + lead)
         full = []
         for segment, part_Rtw in zip(
@@ -117,14 +117,14 @@ class Summands:
         return full_tW if rank == 0 else torch.zeros_like(full_tW)
 
 
-Layout = Shards | Summands
-Layouts = dict[tuple[str, Kind], dict[Ref, Layout]]
+ShardLayout = Shards | Summands
+ShardLayouts = dict[tuple[str, Kind], dict[Ref, ShardLayout]]
 _OVER = "The step is over."
 _EXPERTS = ("FusedMoE", "MoERunner")  # vLLM's classes for a mixture of experts
 
 
 class Finder(ShardFinder):
-    """Finds the layouts on one rank of `size`. `exchange(x)` is collective and returns what every rank passed."""
+    """Finds the layouts on one rank of `size`. `exchange(x)` is collective and returns the values that all ranks passed."""
 
     def __init__(self, size: int, exchange: Callable[[Any], list[Any]]) -> None:
         self.size = size
@@ -136,14 +136,14 @@ class Finder(ShardFinder):
         return set(modules) if partial else set()
 
     def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
-        """Give attention an output that is not zero, as it is in a dummy run: a sum of zeros over ranks looks like its summands."""
+        """Replace attention's output, which is zero in a dummy run: a sum of zeros over the ranks would look like its summands."""
         return {path: _ramp for path, module in modules.items() if is_a(module, "Attention", "MLAAttention")}
 
-    def find(self, probe: Probe) -> Layouts:
+    def find(self, probe: Probe) -> ShardLayouts:
         """The layouts on which all ranks agree."""
         found = _Search(probe, self.size).run()
         ranks = self._exchange((found.layouts, found.digests))
-        agreed: Layouts = {}
+        agreed: ShardLayouts = {}
         for place, leaves in found.layouts.items():
             for ref, layout in leaves.items():
                 everywhere = all(layouts.get(place, {}).get(ref) == layout for layouts, _ in ranks)
@@ -166,9 +166,9 @@ def _returns_summands(module: nn.Module) -> bool:
 class _Search:
     def __init__(self, probe: Probe, size: int) -> None:
         self.probe, self.size = probe, size
-        self.layouts: Layouts = {}
+        self.layouts: ShardLayouts = {}
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
-        self._known: list[tuple[Leaf, Layout]] = []
+        self._known: list[tuple[Leaf, ShardLayout]] = []
         self._from_experts: set[bytes] = set()  # digests of experts' output
         self._modules = {call.path: call.module for call in probe.calls}
         linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
@@ -185,11 +185,11 @@ class _Search:
 
     def _look(self, kind: Kind, call: ModuleCall) -> None:
         leaves = call.inputs if kind == "input" else call.returned
-        told = self._by_class(kind, call)
+        by_class = self._by_class(kind, call)
         found = self.layouts[call.path, kind] = {}
         for leaf in leaves:
-            layout = told[leaf.ref] if leaf.ref in told else self._by_memory(leaf)
-            if layout is None and leaf.ref not in told and kind == "output":
+            layout = by_class[leaf.ref] if leaf.ref in by_class else self._by_memory(leaf)
+            if layout is None and leaf.ref not in by_class and kind == "output":
                 layout = self._by_shape(call, leaf, found)
             if layout is not None and (isinstance(layout, Summands) or layout.part == self._width(leaf)):
                 found[leaf.ref] = layout
@@ -212,7 +212,7 @@ class _Search:
         """Elements of one token."""
         return leaf.tensor.numel() if len(leaf.shape) == 1 else leaf.tensor.numel() // max(self._tokens, 1)
 
-    def _by_class(self, kind: Kind, call: ModuleCall) -> dict[Ref, Layout | None]:
+    def _by_class(self, kind: Kind, call: ModuleCall) -> dict[Ref, ShardLayout | None]:
         """The layouts that follow from the module's class; None for a full tensor."""
         module, leaves = call.module, _floating(call.inputs if kind == "input" else call.returned)
         if is_a(module, "Attention"):
@@ -236,7 +236,7 @@ class _Search:
         later = [Segment(int(width), replicas) for width in widths[1:]]
         return Shards((Segment(int(widths[0])), *later), self.size)
 
-    def _of_output(self, module: Any) -> Layout | None:
+    def _of_output(self, module: Any) -> ShardLayout | None:
         if not self._is_split(module):
             return None
         if _returns_summands(module):
@@ -248,11 +248,11 @@ class _Search:
             return None
         return self._shards(*widths, replicas=getattr(module, "num_kv_head_replicas", 1))
 
-    def _attention(self, kind: Kind, call: ModuleCall, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
+    def _attention(self, kind: Kind, call: ModuleCall, leaves: list[Leaf]) -> dict[Ref, ShardLayout | None]:
         """The layouts of queries, keys and values."""
         module: Any = call.module
-        beside = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
-        linears = [m for m in beside if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
+        siblings = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
+        linears = [m for m in siblings if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
         if not any(self._is_split(m) for m in linears):
             return {}
         value_size = getattr(module, "head_size_v", module.head_size)
@@ -269,18 +269,18 @@ class _Search:
             for leaf, (width, copies) in zip(leaves, widths, strict=False)
         }
 
-    def _by_memory(self, leaf: Leaf) -> Layout | None:
-        """The layout of the known leaf that this one equals or is a part of the columns of."""
+    def _by_memory(self, leaf: Leaf) -> ShardLayout | None:
+        """The layout of the known leaf that this leaf equals, or whose columns contain it."""
         for known, layout in reversed(self._known):
             if isinstance(layout, Shards):
-                found: Layout | None = self._columns(leaf, known, layout)
+                found: ShardLayout | None = self._columns(leaf, known, layout)
             else:
                 found = layout if leaf.same(known) else None
             if found is not None:
                 return found
         return None
 
-    def _columns(self, leaf: Leaf, known: Leaf, layout: Shards) -> Layout | None:
+    def _columns(self, leaf: Leaf, known: Leaf, layout: Shards) -> ShardLayout | None:
         if known.tensor.untyped_storage().data_ptr() != leaf.tensor.untyped_storage().data_ptr():
             return None
         first = int(leaf.tensor.storage_offset() - known.tensor.storage_offset())
@@ -292,7 +292,7 @@ class _Search:
         axis = 1 if leaf.shape[0] == 1 and len(leaf.shape) > 1 and leaf.shape[1] == self._tokens else 0
         return leaf.tensor.stride(axis)
 
-    def _by_shape(self, call: ModuleCall, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
+    def _by_shape(self, call: ModuleCall, leaf: Leaf, found: Mapping[Ref, ShardLayout]) -> ShardLayout | None:
         """The layout of an input, for a module without children that returns its shape, or half of it as gated activations do.
 
         Only for shards: the function may be nonlinear, so summands cannot be passed through it.
@@ -315,7 +315,7 @@ def _floating(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 class TensorParallel(Peers):
-    """This rank among those that share each layer.
+    """This rank's part in a group of tensor-parallel ranks.
 
     All methods are called for the same bodies in the same order on all ranks, as long as the bodies agree.
 
@@ -327,8 +327,10 @@ class TensorParallel(Peers):
 
     several = True
 
-    def __init__(self, layouts: Layouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
-        self._layouts: dict[Key, dict[Ref, Layout]] = {(path, kind): each for (path, kind), each in layouts.items()}
+    def __init__(self, layouts: ShardLayouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
+        self._layouts: dict[Key, dict[Ref, ShardLayout]] = {
+            (path, kind): each for (path, kind), each in layouts.items()
+        }
         self._gather = gather
         self._link = link
         self._peers = [peer for peer in range(link.size) if peer != link.rank]
@@ -341,7 +343,7 @@ class TensorParallel(Peers):
 
     # Full tensors.
 
-    def _shard(self, layout: Layout) -> Sharding:
+    def _shard(self, layout: ShardLayout) -> Sharding:
         def join(part: torch.Tensor, lead: int) -> torch.Tensor:
             return layout.join(self._gather(part.contiguous()), lead)
 
@@ -379,13 +381,11 @@ class TensorParallel(Peers):
         self._theirs: dict[int, defaultdict[str, deque[str]]] = {peer: defaultdict(deque) for peer in self._peers}
 
     @property
-    def _name(self) -> str:
-        """The name under which notes are published."""
+    def _notes_name(self) -> str:
         return f"step {self._steps}"
 
     @property
-    def _turns(self) -> str:
-        """The name under which decisions are published."""
+    def _decisions_name(self) -> str:
         return f"turns of step {self._steps}"
 
     def begin_step(self) -> None:
@@ -395,8 +395,8 @@ class TensorParallel(Peers):
 
     def rest(self) -> None:
         if self._open:
-            self._link.end(self._name, _OVER)
-            self._link.end(self._turns, _OVER)
+            self._link.end(self._notes_name, _OVER)
+            self._link.end(self._decisions_name, _OVER)
         self._begin()
 
     def note(self, body: str, *what: Any) -> None:
@@ -406,7 +406,7 @@ class TensorParallel(Peers):
 
     def show(self) -> None:
         if self._unpublished and self._open:
-            self._link.publish(self._name, self._published, self._unpublished)
+            self._link.publish(self._notes_name, self._published, self._unpublished)
             self._published += 1
             self._unpublished = []
 
@@ -430,7 +430,7 @@ class TensorParallel(Peers):
         notes = self._theirs[peer]
         while not notes[body]:
             missing = range(self._received[peer], max(self._published, self._received[peer] + 1))
-            for fetch in [self._link.fetch(peer, self._name, number) for number in missing]:
+            for fetch in [self._link.fetch(peer, self._notes_name, number) for number in missing]:
                 try:
                     shown = fetch.wait()
                 except MidstreamError:
@@ -445,17 +445,19 @@ class TensorParallel(Peers):
     def decide(self, choose: Callable[[], list[str]]) -> list[str]:
         number, self._decisions = self._decisions, self._decisions + 1
         if self._link.rank != 0:
-            return list(self._link.fetch(0, self._turns, number).wait())
+            return list(self._link.fetch(0, self._decisions_name, number).wait())
         names = choose()
-        self._link.publish(self._turns, number, names)
+        self._link.publish(self._decisions_name, number, names)
         return names
 
     def end_step(self, bodies: Iterable[str]) -> Mapping[str, MidstreamError]:
         self.show()
         names = list(bodies)
         digests = {name: hashlib.blake2b("\n".join(self._notes[name]).encode()).digest() for name in names}
-        self._link.publish(self._turns, self._decisions, digests)
-        for peer, fetch in [(peer, self._link.fetch(peer, self._turns, self._decisions)) for peer in self._peers]:
+        self._link.publish(self._decisions_name, self._decisions, digests)
+        for peer, fetch in [
+            (peer, self._link.fetch(peer, self._decisions_name, self._decisions)) for peer in self._peers
+        ]:
             theirs = fetch.wait()
             for name in names:
                 if theirs.get(name) != digests[name] and name not in self._diverged:
@@ -466,10 +468,9 @@ class TensorParallel(Peers):
             del self._diverged[name]
         return errors
 
-    def _blame(self, body: str, here: str | None, peer: int, there: str | None) -> None:
-        own = f"on tensor-parallel rank {self._link.rank} it came to {here or 'nothing'}"
-        other = f"on rank {peer} to {there or 'something else'}"
-        self._diverged[body] = f"{own}, {other}"
+    def _blame(self, body: str, own: str | None, peer: int, other: str | None) -> None:
+        on_this_rank = f"on tensor-parallel rank {self._link.rank} it came to {own or 'nothing'}"
+        self._diverged[body] = f"{on_this_rank}, on rank {peer} to {other or 'something else'}"
 
     def _error(self, body: str) -> DivergedError:
         return DivergedError(
@@ -479,7 +480,7 @@ class TensorParallel(Peers):
         )
 
     def gauges(self) -> dict[str, int]:
-        """What is held; zero when no trace runs."""
+        """Counts of the objects that are held: zeros when no trace runs."""
         return {f"tensor_{name}": count for name, count in self._link.gauges().items()}
 
     def close(self) -> None:
@@ -488,7 +489,7 @@ class TensorParallel(Peers):
 
 
 def _lead(leaf: torch.Tensor, width: int | None) -> int:
-    """How many axes come before those that hold `width` elements."""
+    """The number of axes before the axes that hold `width` elements."""
     axis, size = leaf.ndim, 1
     while axis and size != width:
         axis -= 1

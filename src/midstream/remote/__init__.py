@@ -1,4 +1,4 @@
-"""`Remote`: traces and plans on a model that `midstream serve` has on another machine.
+"""`Remote`: traces and plans on a model that `midstream serve` runs on another machine.
 
-`calls` is what the client and a server send each other for requests.
+`calls` defines the messages between the client and a server.
 """

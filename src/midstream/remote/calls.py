@@ -1,6 +1,7 @@
-"""What `Remote` and a server send each other for requests: one call, and messages with the outputs as they come.
+"""The messages between `Remote` and a server: the client sends one call, and the server sends the outputs as they come.
 
-The call is msgpack. Code in it is pickled; the server loads it only if it was started for that. The messages are data (`transport.codec`).
+The call is msgpack. Code in it is pickled; the server loads it only if its operator allows traces. The outputs are data
+(`transport.codec`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.outcome import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.transport.codec import NO_MESSAGE, data_kind
+from midstream.transport.codec import NO_MESSAGE, register_data_kind
 from midstream.tree import map_objects
 
 MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
 _FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
+class CallEntry(msgspec.Struct, forbid_unknown_fields=True):
     """One prompt of a call: text or token ids. `plan` is the number of its plan in the call.
 
-    What is Raw is msgpack that the server reads later: part by part on another thread, and only if it is not too large.
+    The server reads the Raw fields later: one by one on another thread, and only if they are not too large.
     """
 
     prompt: msgspec.Raw  # str | list[int]
@@ -37,23 +38,24 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     answers: msgspec.Raw = msgspec.Raw(b"\x90")  # list[str | int]
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class RemoteCall(msgspec.Struct, forbid_unknown_fields=True):
     """Requests that a client sends together.
 
     Attributes:
         version: the client's version of midstream.
+        asked: the prompts.
         plans: as `Plan.to_wire` writes them.
-        stream: whether outputs are sent with each token, and not only at the end.
+        stream: whether the server sends outputs with each token, and not only at the end.
         together: whether all requests must be in the same steps.
-        programs, bodies: as in `ShippedCode`; no programs if there is no trace.
+        programs, bodies: as in `ShippedCode`; no programs without a trace.
         tier: where the code of the traces runs.
-        own: for each request the number of the plan that makes the writes and captures of its trace, if the tier has plans.
+        own: for each request, the number of the plan that makes the writes and captures of its trace, if the tier has plans.
         keeps_to_graphs: for each request, as of `TraceRequest`.
-        lengths: the prompts' lengths in tokens that these plans are for.
+        lengths: the lengths in tokens of the prompts that these plans were made for.
     """
 
     version: str
-    asked: Annotated[list[Asked], _FOR_PROMPTS]
+    asked: Annotated[list[CallEntry], _FOR_PROMPTS]
     plans: Annotated[list[msgspec.Raw], _FOR_PROMPTS] = []
     stream: bool = False
     together: bool = False
@@ -65,7 +67,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     lengths: Annotated[list[int], _FOR_PROMPTS] = []
 
 
-def raw(value: Any) -> msgspec.Raw:
+def as_msgpack(value: Any) -> msgspec.Raw:
     """A value as msgpack."""
     return msgspec.Raw(msgspec.msgpack.encode(value))
 
@@ -101,9 +103,9 @@ class RemoteOutput:
 
     Attributes:
         outputs: one for each sample.
-        finished: whether nothing more comes.
-        saves: the trace's saved values by name; so far, if not finished. A list of dicts for n > 1.
-        captures: the rows that the plan captured; a list for n > 1. None if not finished.
+        finished: whether this is the last output.
+        saves: the trace's saved values by name; until the end, the values saved so far. A list of dicts for n > 1.
+        captures: the rows that the plan captured; a list for n > 1. None until the end.
         answers: the log-probability of each answer, in nats.
     """
 
@@ -120,12 +122,12 @@ class RemoteOutput:
 
 @dataclass
 class Update:
-    """What is new in the output of a request.
+    """The new part of a request's output.
 
     Attributes:
         index: of the request in its call.
         samples: with their new text and tokens only.
-        outcomes: None, and so is what follows, while the request runs. A failure is the error to raise.
+        outcomes: None while the request runs, and so are the following attributes. A failure is the error to raise.
         captures: one for each sample.
         error: as of `InvokeResult`.
     """
@@ -144,8 +146,8 @@ class Update:
 
 
 for _kind in (Update, RemoteSample, Logprob, Outcome):
-    data_kind(_kind)
-data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured.of)
+    register_data_kind(_kind)
+register_data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured.of)
 
 
 class UpdateWriter:
@@ -156,12 +158,12 @@ class UpdateWriter:
         self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens, by sample
 
     def message(self, output: Any, result: InvokeResult | None) -> Update:
-        """What is new in an output of vLLM's; with `result`, all of the rest."""
+        """The new part of an output of vLLM. `result` belongs to the last output."""
         samples = [self._sample(sample) for sample in output.outputs]
         prompt = list(output.prompt_token_ids or ())
-        about = (self._index, output.request_id, prompt, output.prompt, samples, output.answers)
+        fields = (self._index, output.request_id, prompt, output.prompt, samples, output.answers)
         if result is None:
-            return Update(*about, output.saves)
+            return Update(*fields, output.saves)
 
         def sent(values: Any) -> Any:  # `tracer.result` stands for the request's own output
             return map_objects(values, type(output), lambda _: Result())
@@ -171,7 +173,7 @@ class UpdateWriter:
             for each in result.outcomes
         ]
         captures = output.captures if isinstance(output.captures, list) else [output.captures]
-        return Update(*about, sent(output.saves), outcomes, captures, _logprobs(output.prompt_logprobs), result.error)
+        return Update(*fields, sent(output.saves), outcomes, captures, _logprobs(output.prompt_logprobs), result.error)
 
     def _sample(self, sample: Any) -> RemoteSample:
         characters, tokens = self._sent.get(sample.index, (0, 0))
@@ -238,7 +240,7 @@ class OutputReader:
 
 
 def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> None:
-    """Make the outcomes of a trace's samples. What its plan captured is not the caller's."""
+    """Make the outcomes of a trace's samples from its plan's captures, which then leave the output."""
     samples = output.captures if isinstance(output.captures, list) else [output.captures]
     nothing = output.captures = Captured(output.request_id)
     try:
@@ -251,13 +253,13 @@ def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> No
 
 
 class Progress:
-    """What has come of a call.
+    """The results of a call so far.
 
     Args:
-        endings: for each prompt, what makes its trace's outcome, if the server got no code of it.
+        endings: for each prompt, the function that makes its trace's outcome, if the server runs no code of the trace.
 
     Attributes:
-        results: of the requests that are over, by their numbers.
+        results: of the ended requests, by their numbers.
     """
 
     def __init__(self, endings: Sequence[Ending | None]) -> None:
@@ -266,7 +268,7 @@ class Progress:
         self.results: dict[int, InvokeResult] = {}
 
     def read(self, message: Any) -> tuple[int, RemoteOutput, InvokeResult | None] | None:
-        """What a message says; None if it only says that the server is there. Raises the error that it has."""
+        """Read a message: the request's number, its output, and its result if it has ended. None for a sign of life. Raises its error."""
         if message is None:
             return None
         if isinstance(message, MidstreamError):
@@ -281,27 +283,25 @@ class Progress:
             self.results[index] = result
         return index, output, result
 
-    @property
-    def is_over(self) -> bool:
-        return len(self.results) == len(self._readers)
+    def check_over(self) -> None:
+        """Raise ChannelError unless all requests are over."""
+        if len(self.results) < len(self._readers):
+            raise ChannelError("the server ended its answer early")
 
-    def lost(self, url: str, reason: object) -> RemoteError:
-        """The error for a connection that was lost. Its `outputs` and `saves` have what has come, for each request."""
+    def lost_error(self, url: str, reason: object) -> RemoteError:
+        """The error for a lost connection. Its `outputs` and `saves` have the outputs and saved values so far, for each request."""
         saves = [reader.output.saves for reader in self._readers]
-        names = sorted({name for each in saves for part in _dicts(each) for name in part})
+        dicts = (part for each in saves for part in (each if isinstance(each, list) else [each]))
+        names = sorted({name for part in dicts for name in part})
         done, all_ = len(self.results), len(self._readers)
-        kept = (
+        saved = (
             f"What had been saved until then is in this error's `saves`: {', '.join(names)}"
             if names
             else "Nothing had been saved"
         )
         error = RemoteError(
-            f"The connection to {url} was lost when {done} of {all_} requests were done ({reason}). {kept}."
+            f"The connection to {url} was lost when {done} of {all_} requests were done ({reason}). {saved}."
         )
         error.outputs = [reader.output if i in self.results else None for i, reader in enumerate(self._readers)]
         error.saves = saves
         return error
-
-
-def _dicts(saves: Any) -> list[dict[str, Any]]:
-    return saves if isinstance(saves, list) else [saves]

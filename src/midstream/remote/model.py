@@ -1,4 +1,4 @@
-"""`Remote`: traces and plans on a model that `midstream serve` has on another machine. Needs neither vLLM nor a GPU here."""
+"""`Remote`: traces and plans on a model that `midstream serve` runs on another machine. The client needs neither vLLM nor a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from midstream.plan.selections import Selector
 from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
+from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
 from midstream.requests.invokes import (
     Answers,
     Invoke,
@@ -45,14 +45,16 @@ from midstream.requests.streams import Called, Item, OutputStream
 from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.settings import NAME
-from midstream.sweeps.events import Event, Outline, decoded
+from midstream.sweeps.events import Event, Outline, decode_event
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.shipping import ShippedCode
-from midstream.transport.wire import Reader
+from midstream.transport.wire import MessageReader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
-_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds
+_TIMEOUT = httpx.Timeout(
+    60.0, connect=10.0, pool=None
+)  # while it computes, a server sends a sign of life every few seconds
 
 
 class ServerConnection:
@@ -83,60 +85,63 @@ class ServerConnection:
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         """A response without an error. Raises the server's error in its own class, or RemoteError."""
-        with self._errors():
-            response = self._client.request(method, self._at(path), **request)
-        _raise_refusal(response)
+        with self._response(method, path, **request) as response:
+            response.read()
         return response
 
-    def messages(self, call: Call, progress: Progress) -> Iterator[Item]:
+    def messages(self, call: RemoteCall, progress: Progress) -> Iterator[Item]:
         """The outputs of a call as they come. Leaving it ends the requests on the server."""
-        reader = Reader()
-        with self._errors(progress), self._client.stream("POST", self._at("generate"), content=_packed(call)) as got:
-            if got.is_error:
-                got.read()
-            _raise_refusal(got)
-            for piece in got.iter_raw():
-                yield from filter(None, map(progress.read, reader.feed(piece)))
-            _check_over(progress)
+        reader, content = MessageReader(), msgspec.msgpack.encode(call)
+        with self._response("POST", "generate", progress, content=content) as response:
+            for data in response.iter_raw():
+                yield from filter(None, map(progress.read, reader.feed(data)))
+            progress.check_over()
 
-    async def async_messages(self, call: Call, progress: Progress) -> AsyncIterator[Item]:
+    async def async_messages(self, call: RemoteCall, progress: Progress) -> AsyncIterator[Item]:
         """As `messages`."""
-        reader = Reader()
-        async with httpx.AsyncClient(**self._settings) as client:
-            request = client.stream("POST", self._at("generate"), content=_packed(call))
-            with self._errors(progress):
-                async with request as got:
-                    if got.is_error:
-                        await got.aread()
-                    _raise_refusal(got)
-                    async for piece in got.aiter_raw():
-                        for item in filter(None, map(progress.read, reader.feed(piece))):
-                            yield item
-                    _check_over(progress)
+        reader, content = MessageReader(), msgspec.msgpack.encode(call)
+        async with self._async_response("generate", progress, content=content) as response:
+            async for data in response.aiter_raw():
+                for item in filter(None, map(progress.read, reader.feed(data))):
+                    yield item
+            progress.check_over()
 
     async def events(self, asked: dict[str, Any], is_async: bool) -> AsyncGenerator[Event]:
-        """The events of a sweep as they come; with `is_async` False, without ever waiting on an event loop."""
-        request: Any = {"json": asked}
-        with self._errors():
-            if not is_async:
-                with self._client.stream("POST", self._at("sweeps"), **request) as got:
-                    if got.is_error:
-                        got.read()
-                    _raise_refusal(got)
-                    for line in got.iter_lines():
-                        if (event := _event(line)) is not None:
-                            yield event
-                return
-            async with (
-                httpx.AsyncClient(**self._settings) as client,
-                client.stream("POST", self._at("sweeps"), **request) as got,
-            ):
-                if got.is_error:
-                    await got.aread()
-                _raise_refusal(got)
-                async for line in got.aiter_lines():
+        """The events of a sweep as they come. Without `is_async` it never waits on an event loop."""
+        if is_async:
+            async with self._async_response("sweeps", json=asked) as response:
+                async for line in response.aiter_lines():
                     if (event := _event(line)) is not None:
                         yield event
+        else:
+            with self._response("POST", "sweeps", json=asked) as response:
+                for line in response.iter_lines():
+                    if (event := _event(line)) is not None:
+                        yield event
+
+    @contextlib.contextmanager
+    def _response(
+        self, method: str, path: str, progress: Progress | None = None, **request: Any
+    ) -> Iterator[httpx.Response]:
+        """A response without an error, to be read in the block. Raises as `ask` does."""
+        with self._errors(progress), self._client.stream(method, self._at(path), **request) as response:
+            if response.is_error:
+                response.read()
+                raise _refusal(response)
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _async_response(
+        self, path: str, progress: Progress | None = None, **request: Any
+    ) -> AsyncIterator[httpx.Response]:
+        """As `_response`, with POST."""
+        async with httpx.AsyncClient(**self._settings) as client:
+            with self._errors(progress):
+                async with client.stream("POST", self._at(path), **request) as response:
+                    if response.is_error:
+                        await response.aread()
+                        raise _refusal(response)
+                    yield response
 
     def close(self) -> None:
         self._client.close()
@@ -156,24 +161,15 @@ class ServerConnection:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if progress is None:
                 raise RemoteError(f"The connection to {self.url} was lost ({reason}).") from error
-            raise progress.lost(self.url, reason) from error
-
-
-def _packed(call: Call) -> bytes:
-    return msgspec.msgpack.encode(call)
-
-
-def _check_over(progress: Progress) -> None:
-    if not progress.is_over:
-        raise ChannelError("the server ended its answer early")
+            raise progress.lost_error(self.url, reason) from error
 
 
 def _event(line: str) -> Event | None:
-    """The event of one line of a sweep's stream, if it has one. Raises the error that it may have in its place."""
+    """The event in a line of a sweep's stream; None if it has none. Raises the error if the line has one instead."""
     if not line.startswith("data: "):
         return None
     try:
-        return decoded(line.removeprefix("data: "))
+        return decode_event(line.removeprefix("data: "))
     except msgspec.MsgspecError:
         raise _error_of(json.loads(line.removeprefix("data: "))["error"], 500) from None
 
@@ -187,24 +183,23 @@ def _error_of(error: Mapping[str, Any], status: int) -> MidstreamError:
     return RemoteError(f"{status}: {text}", field=field)
 
 
-def _raise_refusal(response: httpx.Response) -> None:
-    if not response.is_error:
-        return
+def _refusal(response: httpx.Response) -> MidstreamError:
+    """The error of a response with an error status."""
     error: Any = {"message": response.text[:200]}
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        told = response.json()["error"]
-        error = told if isinstance(told, dict) and "message" in told else {"message": told}
+        given = response.json()["error"]
+        error = given if isinstance(given, dict) and "message" in given else {"message": given}
     if response.status_code == 401:
         error["message"] = (
             f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
         )
     elif response.status_code == 404 and error.get("type") != "NotFoundError":
         error["message"] = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
-    raise _error_of(error, response.status_code)
+    return _error_of(error, response.status_code)
 
 
-class Delivery:
-    """Hands the captured rows of one request on to where its plan sends them, once the server has sent them all."""
+class CaptureForwarder:
+    """Hands the captured rows of one request on to the consumers in its plan, after the server has sent all rows."""
 
     def __init__(self, plan: PreparedPlan, collected: Collected | None, sinks: Sinks) -> None:
         self._plan, self._collected, self._sinks = plan, collected, sinks
@@ -229,10 +224,10 @@ class Delivery:
             result.error = error
 
     def finish(self, result: InvokeResult) -> None:
-        """Wait for the consumers, and leave on the output what belongs there; or the error on the result."""
+        """Wait for the consumers. Put the output's own captures on the output, or an error on the result."""
         try:
-            kept = [capture.result(stop) for capture, stop in self._captures]
-            result.output.captures = kept[0] if len(kept) == 1 else kept
+            captures = [capture.result(stop) for capture, stop in self._captures]
+            result.output.captures = captures[0] if len(captures) == 1 else captures
         except MidstreamError as error:
             result.error, result.output.captures = result.error or error, None
 
@@ -241,33 +236,33 @@ class RemoteStream(OutputStream):
     """The outputs of requests on a server.
 
     Args:
-        calls: the calls that they are sent with, one after the other, each with what `Progress` takes.
-        deliveries: for each call, those of its requests that have one.
+        calls: the calls, which are sent one after the other, each with the endings for `Progress`.
+        forwarders: for each call, the forwarders of its requests, by their numbers.
         ended: called with 1 as each request ends.
     """
 
     def __init__(
         self,
         server: ServerConnection,
-        calls: Sequence[tuple[Call, Sequence[Ending | None]]],
-        deliveries: Sequence[dict[int, Delivery]],
+        calls: Sequence[tuple[RemoteCall, Sequence[Ending | None]]],
+        forwarders: Sequence[dict[int, CaptureForwarder]],
         ended: Callable[[int], object],
     ) -> None:
         super().__init__(ended)
-        self._server, self._calls, self._deliveries = server, calls, deliveries
+        self._server, self._calls, self._forwarders = server, calls, forwarders
 
     def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
         return contextlib.aclosing(self._items())
 
     async def _items(self) -> AsyncGenerator[Item]:
         before = 0
-        for (call, endings), deliveries in zip(self._calls, self._deliveries, strict=True):
+        for (call, endings), forwarders in zip(self._calls, self._forwarders, strict=True):
             messages: Any = self._server.async_messages(call, Progress(endings))
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
-                    if result is not None and (delivery := deliveries.get(index)) is not None:
-                        await asyncio.to_thread(delivery.take, result)
-                        await asyncio.to_thread(delivery.finish, result)
+                    if result is not None and (forwarder := forwarders.get(index)) is not None:
+                        await asyncio.to_thread(forwarder.take, result)
+                        await asyncio.to_thread(forwarder.finish, result)
                     yield before + index, output, result
             before += len(call.asked)
 
@@ -276,7 +271,7 @@ class RemoteSweep:
     """A sweep that a server runs.
 
     Args:
-        asked: what the server is asked.
+        asked: the body for the server.
         metric: grades the cells.
 
     Attributes:
@@ -284,13 +279,13 @@ class RemoteSweep:
     """
 
     def __init__(self, server: ServerConnection, asked: dict[str, Any], metric: Metric, is_async: bool) -> None:
-        self._server, self._asked, self._metric, self._is_async = server, asked, metric, is_async
+        self._server, self._ask, self._metric, self._is_async = server, asked, metric, is_async
         self.result: SweepResult | None = None
 
     async def events(self) -> AsyncGenerator[Event]:
         """The sweep's events as they come. Leaving it ends the sweep on the server."""
         try:
-            async with contextlib.aclosing(self._server.events(self._asked, self._is_async)) as events:
+            async with contextlib.aclosing(self._server.events(self._ask, self._is_async)) as events:
                 async for event in events:
                     if isinstance(event, Outline):
                         self.result = SweepResult(event, self._metric)
@@ -304,7 +299,7 @@ class RemoteSweep:
 
 
 class RemoteRuns(Runs):
-    """The runs that a server holds, recorded by anybody. Asks by `Remote._asked`."""
+    """The recorded runs on a server, of all clients. It sends requests by `Remote._ask`."""
 
     async def _list(self) -> list[RunInfo]:
         runs = (await self._ask("GET", "runs")).json()["runs"]
@@ -337,19 +332,19 @@ class Remote(DescribedModel):
         with model.trace("The Eiffel Tower is in"):   # on servers with --midstream-allow-traces
             h = model.layers_output[8].save()         # [tokens, hidden], on the CPU of this machine
 
-    Interrupting a call, by Ctrl-C for example, ends its requests on the server. Traces need the server's minor version of Python and its
-    version of midstream, because their code travels as bytecode. What they save has to be tensors, numbers, texts and containers of these.
+    Interrupting a call, for example by Ctrl-C, ends its requests on the server. Traces need the server's minor version of Python and its
+    version of midstream, because their code travels as bytecode. They can save tensors, numbers, texts and containers of these.
 
     Args:
         url: of the server, `http://host:port`.
         api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
         mode: `"sync"` runs requests to their end; with `"async"`, `async for output in tracer.backend` follows them.
         admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
-        progress: of the calls that do not say it themselves, as in `generate`.
+        progress: the default of `progress` for the model's calls, such as `generate`.
 
     Attributes:
-        plan: the plan of every request of this object, sent with each but not with `record`; `engine_plan` is that of all clients.
-        vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, and an administrator, may replace or
+        plan: the plan of every request of this object except `record`. `engine_plan` is the plan of all clients.
+        vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, or an administrator, may replace or
             delete it.
 
     Raises:
@@ -376,7 +371,7 @@ class Remote(DescribedModel):
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]
         self.vectors = RemoteVectors(self._connection)
-        self.runs = RemoteRuns(self._asked, None if self._is_async else run_now)
+        self.runs = RemoteRuns(self._ask, None if self._is_async else run_now)
         self.sinks = Sinks()
 
     @property
@@ -402,8 +397,8 @@ class Remote(DescribedModel):
         """The model's transformers configuration, from the server."""
         from transformers import AutoConfig
 
-        told = dict(self._description["hf_config"])
-        return AutoConfig.for_model(told.pop("model_type"), **told)
+        fields = dict(self._description["hf_config"])
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
     @property
     def longest_prompt(self) -> int:
@@ -420,7 +415,7 @@ class Remote(DescribedModel):
 
     @property
     def engine_plan(self) -> Plan:
-        """The plan of every request of every client of the server. Setting it, or None, needs `admin_key`."""
+        """The plan of every request of every client of the server. Setting it needs `admin_key`; None deletes it."""
         return Plan.from_wire(self._connection.ask("GET", "plan").json()["plan"])
 
     @engine_plan.setter
@@ -435,39 +430,39 @@ class Remote(DescribedModel):
         return self._finish(self._gauges())
 
     async def _gauges(self) -> list[dict[str, int]]:
-        return (await self._asked("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
+        return (await self._ask("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Let consumers and directories take their rows, and close the connections to the server."""
+        """Wait until consumers and directories have taken their rows, and close the connections to the server."""
         self.sinks.close()
         self._connection.close()
 
     async def start(self) -> Self:
-        """Does nothing: the server runs. For code that is written for `VLLM(mode="async")`."""
+        """Does nothing, since the server runs. For code that is written for `VLLM(mode="async")`."""
         return self
 
     async def _recording(
         self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
     ) -> RecordedRun:
-        """Has the server record, with its engine-wide plan and without this object's. The server knows the owner by the API key."""
+        """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
         asked = {
-            "prompt": self._sent(prompt),
+            "prompt": self._prompt_data(prompt),
             "sites": sites,
             "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
             "positions": _positions(positions),
             "replace": name is not None,
             **({} if name is None else {"name": name}),
         }
-        ((name, run),) = (await self._asked("POST", "runs", json=asked)).json()["runs"].items()
+        ((name, run),) = (await self._ask("POST", "runs", json=asked)).json()["runs"].items()
         return await self.runs.add(_handle(name, run))
 
-    async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         if not self._is_async:
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> RemoteSweep:
-        """Has the server run the sweep, with its engine-wide plan and without this object's."""
+        """Have the server run the sweep, with its engine-wide plan and without this object's."""
         if to is not None:
             raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
         metric = asked.metric
@@ -477,18 +472,18 @@ class Remote(DescribedModel):
         given |= {
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
-            "clean": list(map(self._sent, prompts_of(clean)[0])),
-            "corrupt": None if corrupt is None else list(map(self._sent, prompts_of(corrupt)[0])),
+            "clean": list(map(self._prompt_data, prompts_of(clean)[0])),
+            "corrupt": None if corrupt is None else list(map(self._prompt_data, prompts_of(corrupt)[0])),
             "answer": answer,
             "foil": foil,
             "sites": list(asked.sites),
-            "positions": _places(asked.positions),
+            "positions": _sweep_positions(asked.positions),
             "metric": metric,
         }
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 
-    def _sent(self, prompt: Prompt) -> str | list[int]:
-        """The prompt as the server reads it."""
+    def _prompt_data(self, prompt: Prompt) -> str | list[int]:
+        """The prompt in the form for the server."""
         return prompt if isinstance(prompt, str) else encode(prompt, lambda: self.tokenizer)
 
     # Running.
@@ -496,32 +491,32 @@ class Remote(DescribedModel):
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> OutputStream:
-        invokes = [replace(invoke, prompt=self._sent(invoke.prompt)) for invoke in self._with_plan(invokes)]
+        invokes = [replace(invoke, prompt=self._prompt_data(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
-        deliveries = [self._deliveries(part) for part in parts]
+        forwarders = [self._forwarders(part) for part in parts]
         if self._is_async:
-            return RemoteStream(self._connection, calls, deliveries, ended)
+            return RemoteStream(self._connection, calls, forwarders, ended)
 
         def run() -> list[InvokeResult]:
             results = []
-            for (call, endings), delivered in zip(calls, deliveries, strict=True):
+            for (call, endings), own_forwarders in zip(calls, forwarders, strict=True):
                 progress = Progress(endings)
                 for index, _, result in self._connection.messages(call, progress):
                     if result is not None:
                         ended(1)
-                        if index in delivered:
-                            delivered[index].take(result)
-                for index, delivery in delivered.items():
-                    delivery.finish(progress.results[index])
+                        if index in own_forwarders:
+                            own_forwarders[index].take(result)
+                for index, forwarder in own_forwarders.items():
+                    forwarder.finish(progress.results[index])
                 results += [progress.results[i] for i in range(len(call.asked))]
             return results
 
         return Called(run)
 
-    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Ending | None]]:
-        """The call, and what makes the outcomes of traces that plans do: the server gets no code of these."""
-        call = Call(metadata.version(NAME), [], [], self._is_async, together)
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[RemoteCall, list[Ending | None]]:
+        """The call, and the endings of traces that plans do completely: the server gets no code of these traces."""
+        call = RemoteCall(metadata.version(NAME), [], [], self._is_async, together)
         endings: list[Ending | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
         if (code := self._code(invokes)) is not None:
@@ -545,9 +540,9 @@ class Remote(DescribedModel):
             plan = without_destinations(invoke.plan)
             number = plans.setdefault(plan, len(plans)) if plan else None
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
-            prompt, params, answers = map(raw, parts)
-            call.asked.append(Asked(prompt, params, number, answers))
-        call.plans = [raw(plan.to_wire()) for plan in plans]
+            prompt, params, answers = map(as_msgpack, parts)
+            call.asked.append(CallEntry(prompt, params, number, answers))
+        call.plans = [as_msgpack(plan.to_wire()) for plan in plans]
         return call, endings
 
     def _lowered(
@@ -567,21 +562,21 @@ class Remote(DescribedModel):
                 check_strangers(plan, self.num_layers)
             fits = (
                 len({*own, *given}) <= MAX_PROMPTS
-                and sum(len(raw(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES
+                and sum(len(as_msgpack(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES
             )
             fits = fits and (not any(given) or lowering.stands_beside(given, self.num_layers))
         except PlanError:  # more than a server takes
             fits = False
         return lowering if fits else replace(lowering, tier=Tier.FORWARD), prompts
 
-    def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
-        """For the invokes whose captured rows go elsewhere than to the output."""
+    def _forwarders(self, invokes: Sequence[Invoke]) -> dict[int, CaptureForwarder]:
+        """The forwarders of invokes whose captured rows go to consumers, by their numbers."""
         found = {}
         for i, invoke in enumerate(invokes):
             if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
                 ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
                 plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
-                found[i] = Delivery(plan, invoke.collected, self.sinks)
+                found[i] = CaptureForwarder(plan, invoke.collected, self.sinks)
         return found
 
     def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
@@ -590,7 +585,7 @@ class Remote(DescribedModel):
 
 
 class RemoteVectors(Vectors):
-    """The named vectors on a server, uploaded by anybody. Each change and each look is a call to the server."""
+    """The named vectors on a server, of all clients. Each read and each change is a request to the server."""
 
     def __init__(self, server: ServerConnection) -> None:
         super().__init__()
@@ -625,12 +620,12 @@ class RemoteVectors(Vectors):
         self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
 
     def _check(self, name: str) -> None:
-        if name not in (there := self.widths):
-            raise KeyError(f"no vector {name!r}: {nearest(str(name), there)}")
+        if name not in (widths := self.widths):
+            raise KeyError(f"no vector {name!r}: {nearest(str(name), widths)}")
 
 
 def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
-    """The invokes in parts that one call may have."""
+    """The invokes in parts that fit into one call each."""
     part, size = list[Invoke](), 0
     for invoke in invokes:
         length = len(invoke.prompt)
@@ -651,21 +646,20 @@ def _listed(given: Any) -> Any:
     return given if given is None or isinstance(given, str) else [given] if isinstance(given, int) else list(given)
 
 
-def _places(positions: Any) -> Any:
-    """The positions of a sweep."""
+def _sweep_positions(positions: Any) -> Any:
     if isinstance(positions, Span):
         return [_positions(positions)]
     if isinstance(positions, dict):
         return {
-            name: _places(entry) if isinstance(entry, (list, tuple)) else _place(entry)
+            name: _sweep_positions(entry) if isinstance(entry, (list, tuple)) else _sweep_position(entry)
             for name, entry in positions.items()
         }
     if isinstance(positions, (list, tuple, range)):
-        return [_place(entry) for entry in positions]
+        return [_sweep_position(entry) for entry in positions]
     return positions if positions in ("all", "together") else [positions]
 
 
-def _place(entry: Any) -> Any:
+def _sweep_position(entry: Any) -> Any:
     return _positions(entry) if isinstance(entry, Span) else entry
 
 

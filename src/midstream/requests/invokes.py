@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from midstream.capture.consumers import Collected
-from midstream.capture.rows import Routes, Rows, identity, routes
+from midstream.capture.rows import Routes, Rows, destination_key, routes
 from midstream.capture.sinks import destination
 from midstream.errors import (
     InterventionErrorGroup,
@@ -455,8 +455,9 @@ class Planner:
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
-        # Functions that are equal may still be different objects.
-        sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)
+        sinks = tuple(
+            tuple(map(destination_key, capture.sinks)) for capture in plan.captures
+        )  # equal functions may differ
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
         programs = filter(None, (item.its_program for item in plan.interventions))
         # Equal programs may differ in whether they carry their constants.

@@ -318,3 +318,14 @@ class HeldWeights:
             await self._tell(list(held), new)
             held.update((digest, weights[digest]) for digest in new)
             self.sent_bytes += sum(map(len, new.values()))
+
+
+_cleanups: set[asyncio.Task[None]] = set()
+
+
+async def finish_cleanup(cleanup: Coroutine[Any, Any, None]) -> None:
+    """Run a clean-up to its end in a task of its own: a server cancels a request's task again at each of its awaits."""
+    task = asyncio.create_task(cleanup)
+    _cleanups.add(task)  # asyncio holds its tasks weakly
+    task.add_done_callback(_cleanups.discard)
+    await asyncio.shield(task)

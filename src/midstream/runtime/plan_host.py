@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.capture.rows import Rows, in_order
+from midstream.capture.rows import Rows, join_in_order
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
@@ -430,7 +430,7 @@ class PlanHost:
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
             keys = captured[0].planes.by_key if captured else ()  # all rows of a recorded run have the same planes
-            planes = {key[:2]: in_order([rows.plane(key) for rows in captured], captured) for key in keys}
+            planes = {key[:2]: join_in_order([rows.plane(key) for rows in captured], captured) for key in keys}
             self.runs.add(recorded_run(request.payload.record, plan, length, layers, planes, widths, size))
 
     def gauges(self) -> dict[str, int]:

@@ -24,8 +24,8 @@ from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.trace.outcome import Outcome
 from midstream.transport.codec import Packed, pack
-from midstream.transport.sender import Copier, Sender, finish, mark_ready
-from midstream.transport.wire import Header
+from midstream.transport.sender import Copier, Sender, mark_ready, wait_for_copies
+from midstream.transport.wire import ResultHeader
 
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
@@ -36,7 +36,7 @@ _FEW_PIECES = 4
 _QUEUE_BYTES = 256 << 20
 
 
-_Queued = tuple[Header, list[Rows], str | None]  # (header, rows, error)
+_Queued = tuple[ResultHeader, list[Rows], str | None]  # (header, rows, error)
 
 
 class CaptureSender:
@@ -157,11 +157,11 @@ class CaptureSender:
         error: str | None = None,
     ) -> None:
         if self._sends and request.capture is not None:
-            header = Header(request.capture, name, final, self._stage, confirmed)
+            header = ResultHeader(request.capture, name, final, self._stage, confirmed)
             self._queue.append((header, _joined(rows), error))
 
 
-def _messages(queue: Sequence[_Queued]) -> list[tuple[Header, Any]]:
+def _messages(queue: Sequence[_Queued]) -> list[tuple[ResultHeader, Any]]:
     leaving: Counter[int] = Counter()
     for _, each, _ in queue:
         for rows in each:
@@ -261,7 +261,7 @@ class LocalSinks:
 
     def _on_host(self, rows: Rows, ready: Any) -> Rows:
         host = torch.empty(rows.values.shape, dtype=rows.block.dtype)
-        finish(self._copier.begin(host.view(-1).view(torch.uint8), [rows.values], [0], ready))
+        wait_for_copies(self._copier.begin(host.view(-1).view(torch.uint8), [rows.values], [0], ready))
         return rows._replace(block=host, first=0)
 
     def _put(self, engine_id: str, job: Callable[[], None], size: int = 0) -> None:
@@ -304,7 +304,7 @@ class Reports:
         self.sender: Sender | None = None
         self._stage = stage
         self._client_gone = False
-        self._small: list[tuple[Header, Packed]] = []  # results to be sent together
+        self._small: list[tuple[ResultHeader, Packed]] = []  # results to be sent together
         self._small_bytes = 0
 
     @property
@@ -315,7 +315,7 @@ class Reports:
         """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small final outcomes wait for `flush`."""
         if not self.sends:
             return
-        header = Header((trace.trace, trace.index), name, final, self._stage)
+        header = ResultHeader((trace.trace, trace.index), name, final, self._stage)
         if final and not (trace.stream or trace.together or any(outcome.failure for outcome in outcomes)):
             packed = pack(outcomes)  # now: code that runs before the flush may change the containers
             if (size := packed.size + len(packed.body)) > _SMALL_BYTES:

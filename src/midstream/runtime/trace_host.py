@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.arch import Architecture
-from midstream.capture.rows import Rows, in_order
+from midstream.capture.rows import Rows, join_in_order
 from midstream.errors import (
     NOT_FINITE,
     MidstreamError,
@@ -684,7 +684,7 @@ def _rows_at(captured: Sequence[CapturedRows], key: tuple[str, int, str]) -> tor
     parts: list[torch.Tensor | int] = []
     for each in captured:
         has_site = any(key in rows.planes.by_key for rows in each.rows)
-        parts += [in_order([rows.plane(key) for rows in each.rows], each.rows) if has_site else each.fresh.count]
+        parts += [join_in_order([rows.plane(key) for rows in each.rows], each.rows) if has_site else each.fresh.count]
     like = next(part for part in parts if isinstance(part, torch.Tensor))
     if len(parts) == 1:
         return like

@@ -1,1 +1,1 @@
-"""vLLM's OpenAI server with plans in its requests, and midstream's routes beside vLLM's."""
+"""vLLM's OpenAI server, with plans in its requests and with midstream's own routes."""

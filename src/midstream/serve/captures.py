@@ -1,4 +1,4 @@
-"""Captured rows that wait on the server for their owner to download them."""
+"""Keeps captured rows on the server until their owner downloads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from midstream.capture.directory import safetensors
+from midstream.capture.directory import safetensors_file
 from midstream.capture.rows import Captured
 
 MAX_INLINE_BYTES = 1 << 20  # of all captures in one response
@@ -23,8 +23,8 @@ _ENTRY_BYTES, _POSITION_BYTES = 2048, 40
 
 
 @dataclass(frozen=True)
-class Held:
-    """One captured tensor `[positions, width]`, and whose it is."""
+class StoredTensor:
+    """One captured tensor `[positions, width]`, its owner, and its description in the response."""
 
     owner: bytes
     tensor: torch.Tensor
@@ -33,26 +33,28 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor, and about what is said of it, with its positions."""
+        """The bytes of the tensor, and about those of its description."""
         return self.tensor.nbytes + _ENTRY_BYTES + _POSITION_BYTES * len(self.about["positions"])
 
     def file(self) -> tuple[int, Iterator[bytes]]:
-        """The size and the parts of a safetensors file with the tensor `rows`, and as metadata what the response says of it.
+        """The size and the parts of a safetensors file with the tensor `rows`. The description is its metadata.
 
-        The parts are made one by one: a whole file for each of many slow clients would take many times the store's budget.
+        The parts are made one by one: complete files for many slow clients would take many times the store's budget.
         """
-        size, parts = safetensors({"rows": [self.tensor]}, {name: str(value) for name, value in self.about.items()})
+        size, parts = safetensors_file(
+            {"rows": [self.tensor]}, {name: str(value) for name, value in self.about.items()}
+        )
         return size, (bytes(part[at : at + PART_BYTES]) for part in parts for at in range(0, len(part), PART_BYTES))
 
 
 class CaptureStore:
-    """Captured tensors by handle. A handle has 256 random bits, and works for its owner alone until it expires.
+    """Captured tensors by handle. A handle has 256 random bits, and works only for its owner, until it expires.
 
-    If the store is full, an owner who holds at least half as much as the largest loses what is oldest. Owners are API keys, so on a server
-    that asks for none anybody may come under many names. Storing takes the same time however much is held.
+    If the store is full, an owner who holds at least half as much as the largest owner loses the oldest tensor. Owners are API keys, so on
+    a server without keys one client may come as many owners. The time to store a tensor does not depend on the number of tensors.
 
     Args:
-        budget: bytes that all may take. Each tensor counts with what is said of it, and as at least `1 / MOST_HELD` of the budget.
+        budget: the limit in bytes for all tensors. Each counts with its description, and as at least `1 / MOST_HELD` of the budget.
         seconds: how long a handle works.
         clock: in seconds.
     """
@@ -60,10 +62,10 @@ class CaptureStore:
     def __init__(self, budget: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget, self.seconds = budget, seconds
         self._clock = clock
-        self._held: dict[str, Held] = {}  # the oldest first
-        self._of_owner: dict[bytes, dict[str, int]] = {}  # what each handle counts, the oldest first
-        self._counted: Counter[bytes] = Counter()  # by owner
-        # The owners, by how many binary digits what they hold has.
+        self._held: dict[str, StoredTensor] = {}  # the oldest first
+        self._of_owner: dict[bytes, dict[str, int]] = {}  # the charged bytes of each handle, the oldest first
+        self._owner_bytes: Counter[bytes] = Counter()
+        # The owners, by the number of binary digits of their bytes.
         self._by_size: list[dict[bytes, None]] = [{} for _ in range(64)]
         self._total = self._bytes = 0
         self._lock = threading.Lock()
@@ -75,7 +77,7 @@ class CaptureStore:
             return {"captures": len(self._held), "capture_bytes": self._bytes}
 
     def put(self, owner: bytes, choice: int, captured: Captured, inline: int) -> list[dict[str, Any]]:
-        """Keep the captures of one choice. Returns what the response says of each tensor, with up to `inline` bytes of data in all."""
+        """Keep the captures of one choice. Returns the response's entry for each tensor, with up to `inline` bytes of data in all."""
         entries = []
         for key in captured:
             tensor = captured[key]
@@ -91,7 +93,7 @@ class CaptureStore:
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
-            handle = self._keep(Held(owner, tensor, about, self._clock() + self.seconds))
+            handle = self._keep(StoredTensor(owner, tensor, about, self._clock() + self.seconds))
             entry = {"handle": handle, **about}
             if tensor.nbytes <= inline:
                 inline -= tensor.nbytes
@@ -99,8 +101,8 @@ class CaptureStore:
             entries.append(entry)
         return entries
 
-    def get(self, owner: bytes, handle: str) -> Held | None:
-        """What the handle stands for. None if it does not, or does for somebody else."""
+    def get(self, owner: bytes, handle: str) -> StoredTensor | None:
+        """The tensor of a handle; None if the handle is unknown, or another owner's."""
         with self._lock:
             self._drop_expired()
             held = self._held.get(handle)
@@ -110,27 +112,27 @@ class CaptureStore:
         return handle in self._held
 
     def drop(self, owner: bytes, handle: str) -> bool:
-        """Forget a tensor. Returns whether it was there."""
+        """Forget a tensor. Returns whether `owner` had it."""
         if self.get(owner, handle) is None:
             return False
         with self._lock:
             self._remove(handle)
         return True
 
-    def _keep(self, held: Held) -> str:
-        handle, counted = secrets.token_urlsafe(32), max(held.nbytes, self.budget // MOST_HELD)
+    def _keep(self, held: StoredTensor) -> str:
+        handle, charged = secrets.token_urlsafe(32), max(held.nbytes, self.budget // MOST_HELD)
         with self._lock:
             self._drop_expired()
             self._held[handle] = held
-            self._of_owner.setdefault(held.owner, {})[handle] = counted
-            self._count(held, counted)
+            self._of_owner.setdefault(held.owner, {})[handle] = charged
+            self._charge(held, charged)
             while self._total > self.budget:
                 largest = next(owners for owners in reversed(self._by_size) if owners)
                 self._remove(next(iter(self._of_owner[next(iter(largest))])))
         return handle
 
     def _drop_expired(self) -> None:
-        """All handles work equally long, so the oldest expire first."""
+        """Drop expired tensors. All handles work equally long, so the oldest expire first."""
         now = self._clock()
         while self._held and (first := next(iter(self._held.items())))[1].expires <= now:
             self._remove(first[0])
@@ -138,18 +140,18 @@ class CaptureStore:
     def _remove(self, handle: str) -> None:
         if (held := self._held.pop(handle, None)) is not None:
             mine = self._of_owner[held.owner]
-            self._count(held, -mine.pop(handle))
+            self._charge(held, -mine.pop(handle))
             if not mine:
                 del self._of_owner[held.owner]
 
-    def _count(self, held: Held, counted: int) -> None:
-        """Count a tensor, or no longer, if `counted` is below zero."""
-        owner, before = held.owner, self._counted[held.owner]
+    def _charge(self, held: StoredTensor, charged: int) -> None:
+        """Add a tensor's bytes to its owner's; with a negative number, subtract them."""
+        owner, before = held.owner, self._owner_bytes[held.owner]
         self._by_size[before.bit_length()].pop(owner, None)
-        self._total += counted
-        self._bytes += held.nbytes if counted > 0 else -held.nbytes
-        if now := before + counted:
-            self._counted[owner] = now
+        self._total += charged
+        self._bytes += held.nbytes if charged > 0 else -held.nbytes
+        if now := before + charged:
+            self._owner_bytes[owner] = now
             self._by_size[now.bit_length()][owner] = None
         else:
-            del self._counted[owner]
+            del self._owner_bytes[owner]

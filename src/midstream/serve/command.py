@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(flags: Sequence[str], routes: EntryPoint) -> None:
-    """What `vllm serve` does. vLLM's own program does not start with its CPU build, which has a distribution of another name."""
+    """Run `vllm serve`. vLLM's own program does not start with the CPU build, whose distribution has another name."""
     from vllm import logger
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -94,12 +94,12 @@ def _serve(flags: Sequence[str], routes: EntryPoint) -> None:
         configure(arguments)
     command.validate(arguments)
     check_arguments(arguments, Settings(**arguments.additional_config[NAME]))
-    routes.load()  # raises here; vLLM would log the error, and serve without midstream's routes
+    routes.load()  # raises here. vLLM would only log the error, and serve without midstream's routes
     command.cmd(arguments)
 
 
 def check_arguments(arguments: Any, settings: Settings) -> None:
-    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines, or take code from anybody."""
+    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines, or allow traces without a key."""
     if settings.allow_traces and not (arguments.api_key or os.environ.get("VLLM_API_KEY")):
         raise MidstreamError(
             "Traces are code, so a server that allows them needs an API key: add --api-key, or leave --midstream-allow-traces out."
@@ -115,7 +115,7 @@ def check_arguments(arguments: Any, settings: Settings) -> None:
 
 
 def tensor_ranks(given: Sequence[str]) -> int | None:
-    """How many tensor-parallel ranks the arguments of `vllm serve` ask for; None if a file may say so."""
+    """The number of tensor-parallel ranks in the arguments of `vllm serve`; None if a config file may set it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, dest="ranks")
     parser.add_argument("--config")
@@ -124,7 +124,7 @@ def tensor_ranks(given: Sequence[str]) -> int | None:
 
 
 def server_flags(settings: Settings, given: Sequence[str]) -> list[str]:
-    """The arguments of `vllm serve`, with midstream's. Raises MidstreamError for an argument that midstream sets."""
+    """The arguments of `vllm serve`, with midstream's added. Raises MidstreamError for an argument that midstream sets."""
     rest, additional = list(given), dict[str, Any]()
     for name in ("worker-cls", "scheduler-cls"):
         if any(each.partition("=")[0] in (f"--{name}", f"--{name.replace('-', '_')}") for each in rest):
@@ -140,7 +140,7 @@ def server_flags(settings: Settings, given: Sequence[str]) -> list[str]:
 
 
 def allowed_plugins(environment: Mapping[str, str]) -> str:
-    """VLLM_PLUGINS with midstream in it. vLLM loads endpoint plugins only by name; unset, it would load all of the other kinds."""
+    """VLLM_PLUGINS with midstream in it. vLLM loads endpoint plugins only by name. If it is unset, vLLM loads all other plugins."""
     given = environment.get(_PLUGINS)
     names = (
         given.split(",") if given is not None else [each.name for each in entry_points(group="vllm.general_plugins")]

@@ -1,6 +1,6 @@
 """vLLM's endpoint plugin: midstream's routes under /v1/midstream, and plans in the requests of vLLM's own.
 
-vLLM loads it where VLLM_PLUGINS names midstream (entry point group `vllm.endpoint_plugins`), which `midstream serve` sees to.
+vLLM loads it if VLLM_PLUGINS names midstream (entry point group `vllm.endpoint_plugins`). `midstream serve` sets VLLM_PLUGINS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from midstream.engine.admission import on_a_thread
-from midstream.engine.plugin import apply
+from midstream.engine.plugin import apply_replacements
 from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError, about
 from midstream.plan import fields
@@ -36,17 +36,17 @@ from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
     Gate,
     Listed,
-    Refused,
+    RequestRefused,
     SelectorOfRows,
     Server,
     SpanOfText,
     answering_errors,
-    check_share,
+    check_quota,
+    error_response,
     openapi_body,
     owner_of,
-    problem,
     read_place,
-    received,
+    receive_body,
     server_of,
 )
 from midstream.settings import NAME, WORKER, Settings
@@ -54,7 +54,7 @@ from midstream.sites import LAYER_SITES
 from midstream.vllm.model import VLLM
 
 MAX_UPLOAD_BYTES = 64 << 20
-MAX_RUN_BYTES = 8 << 20  # of the body that asks for a recorded run: a prompt of a million token ids
+MAX_RUN_BYTES = 8 << 20  # of the body that records a run: a prompt of a million token ids
 MAX_VECTORS = 4096
 MAX_RUNS = 1024
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
@@ -101,7 +101,7 @@ class Plugin:
         app.add_middleware(Gate)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Prepare the server. Raises MidstreamError, which ends it, if it was started in a way that midstream does not support."""
+        """Prepare the server. Raises MidstreamError, which ends the server, if its arguments are not supported."""
         config = engine_client.vllm_config
         if config.parallel_config.worker_cls != WORKER:
             raise MidstreamError(
@@ -109,20 +109,20 @@ class Plugin:
                 "flags that `midstream serve --flags` prints."
             )
         check_arguments(args, Settings.of(config))
-        apply(Role.SERVER)
+        apply_replacements(Role.SERVER)
         captures = CaptureStore(
             int(os.environ.get(CAPTURE_BYTES, 4 << 30)), float(os.environ.get(CAPTURE_SECONDS, 600))
         )
         server = Server(engine_client, captures)
         await server.model.start()
-        if not config.model_config.skip_tokenizer_init:  # else all would wait while the first answers load it
+        if not config.model_config.skip_tokenizer_init:  # else all clients would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
         REGISTRY.register(Metrics(server, asyncio.get_running_loop()))
 
 
 class Metrics:
-    """midstream's gauges in Prometheus form, for vLLM's /metrics. Those of the workers are from the scrape before."""
+    """midstream's gauges in Prometheus form, for vLLM's /metrics. The workers' values are from the scrape before."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self._server, self._loop = server, loop
@@ -206,22 +206,24 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     A name that is taken is an error. With `replace`, it is one only if the vector is another API key's.
     """
     server = server_of(request)
-    data = await received(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
+    data = await receive_body(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
     vectors = server.model.vectors
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, data, "the body")
     with about("body"):
         for name in found:
-            Named(name)  # raises for what is no name
+            Named(name)  # raises for an invalid name
     for name in found.keys() & vectors.keys() if replace else ():
         if (refused := _not_theirs(request, "vectors", name, vectors)) is not None:
             return refused
     if (taken := sorted(found.keys() & vectors.keys())) and not replace:
-        raise Refused(409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body")
+        raise RequestRefused(
+            409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body"
+        )
     together, owner = {**vectors, **found}, owner_of(request.headers)
     before = {name: each for name, each in vectors.items() if server.owners.get(("vectors", name)) == owner}
     mine = {**before, **found}
-    check_share("vectors", len(mine), len(together), MAX_VECTORS, len(before))
-    check_share("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
+    check_quota("vectors", len(mine), len(together), MAX_VECTORS, len(before))
+    check_quota("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
     vectors.update(found)
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
     await server.model.connection.send_vectors()
@@ -233,13 +235,13 @@ async def get_vector(request: Request, name: str) -> Any:
     """A named vector as a safetensors file, float32 under its name."""
     vectors = server_of(request).model.vectors
     if name not in vectors:
-        return problem(404, f"There is no vector {name!r}: {nearest(name, vectors)}.", "name")
+        return error_response(404, f"There is no vector {name!r}: {nearest(name, vectors)}.", "name")
     return Response(written_vectors({name: vectors[name]}), media_type="application/octet-stream")
 
 
 @router.delete("/vectors/{name:path}")
 async def delete_vector(request: Request, name: str) -> Any:
-    """Forget a vector. The API key that has uploaded it may, and an administrator."""
+    """Forget a vector. Only for the API key that has uploaded it, and for administrators."""
     vectors = server_of(request).model.vectors
     if (refusal := _not_theirs(request, "vectors", name, vectors)) is not None:
         return refusal
@@ -262,22 +264,22 @@ async def record_run(request: Request) -> Any:
     A name that is taken is an error, unless `replace` is set. A run that no request uses may be dropped to make room for others.
     """
     server, model = server_of(request), server_of(request).model
-    data = await received(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
+    data = await receive_body(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
     run = await on_a_thread(len(data), _run_to_record, server, data)
     with about("name"):
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
-    await model.runs.listing()  # forgets what the workers have dropped
-    there, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
-    if run.replace and name in there - server.recording.keys():
-        if (refused := _not_theirs(request, "runs", name, there)) is not None:
+    await model.runs.listing()  # forgets runs that the workers have dropped
+    names, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
+    if run.replace and name in names - server.recording.keys():
+        if (refused := _not_theirs(request, "runs", name, names)) is not None:
             return refused
-    elif name in there:
-        raise Refused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
-    for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
+    elif name in names:
+        raise RequestRefused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
+    for gone in [each for what, each in server.owners if what == "runs" and each not in names]:
         del server.owners["runs", gone]
     owners = {each: who for (what, each), who in server.owners.items() if what == "runs"} | server.recording
     mine = {each for each, who in owners.items() if who == owner}
-    check_share("runs", len(mine | {name}), len(there | {name}), MAX_RUNS, len(mine))
+    check_quota("runs", len(mine | {name}), len(names | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
         given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
@@ -291,12 +293,14 @@ async def record_run(request: Request) -> Any:
     finally:
         del server.recording[name]
     if name not in (runs := await _runs(model)):
-        raise Refused(503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name")
+        raise RequestRefused(
+            503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name"
+        )
     return {"runs": {name: runs[name]}}
 
 
 def _run_to_record(server: Server, data: bytes) -> RunToRecord:
-    """What the body asks for. Raises RequestValidationError, or PromptError for a text that is too long for the model."""
+    """Parse the body. Raises RequestValidationError, or PromptError for a text that is too long for the model."""
     try:
         run = RunToRecord.model_validate_json(data)
     except ValidationError as error:
@@ -310,11 +314,11 @@ def _run_to_record(server: Server, data: bytes) -> RunToRecord:
 
 @router.delete("/runs/{name:path}")
 async def delete_run(request: Request, name: str) -> Any:
-    """Forget a run; running requests that use it go on. The API key that has recorded it may, and an administrator."""
+    """Forget a run. Running requests that use it go on. Only for the API key that has recorded it, and for administrators."""
     runs = server_of(request).model.runs
     if (refusal := _not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
         return refusal
-    server_of(request).owners.pop(("runs", name), None)  # before anybody can record another run of this name
+    server_of(request).owners.pop(("runs", name), None)  # before another client can record a run of this name
     await runs.delete(name)
     return {"deleted": name}
 
@@ -326,25 +330,25 @@ async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
 
 
 def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
-    """The error for who may not delete a vector or a run, or None."""
+    """The error for a client that may not delete or replace a vector or a run; None if it may."""
     if name not in there:
-        return problem(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
+        return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
     if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
-        return problem(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
+        return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
     values = (value for edit in server_of(request).model.plan.edits for _, value in edit.values())
     if name in {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}:
-        return problem(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
+        return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
     return None
 
 
 def _is_admin(request: Request) -> bool:
-    wanted, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
-    return bool(wanted) and secrets.compare_digest(wanted.encode(), given.encode())
+    expected, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
+    return bool(expected) and secrets.compare_digest(expected.encode(), given.encode())
 
 
 @router.get("/plan")
 async def get_plan(request: Request) -> dict[str, Any]:
-    """The engine-wide plan, which comes before every request's own."""
+    """The engine-wide plan. It comes before every request's own plan."""
     return {"plan": json.loads(server_of(request).model.plan.to_json())}
 
 
@@ -353,16 +357,16 @@ async def get_plan(request: Request) -> dict[str, Any]:
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
     if not _is_admin(request):
-        return problem(403, _NO_ADMIN)
+        return error_response(403, _NO_ADMIN)
     server = server_of(request)
-    data = await received(
+    data = await receive_body(
         request, 2 * MAX_STRANGERS_BYTES, "The plan has {}; vectors are shortest in base64, or as names."
     )
     served = await server.read(data.decode(errors="replace"), owner_of(request.headers))
     if served.answers or served.inline:
-        raise Refused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
+        raise RequestRefused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
     if served.plan.captures:
-        raise Refused(400, "The engine-wide plan may not capture: nobody would get the rows.", f"{NAME}.plan")
+        raise RequestRefused(400, "The engine-wide plan may not capture: no client would get the rows.", f"{NAME}.plan")
     server.model.plan = served.plan
     return await get_plan(request)
 
@@ -371,7 +375,7 @@ async def set_plan(request: Request) -> Any:
 async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
     if not _is_admin(request):
-        return problem(403, _NO_ADMIN)
+        return error_response(403, _NO_ADMIN)
     server_of(request).model.plan = None
     return await get_plan(request)
 
@@ -381,14 +385,14 @@ async def get_capture(request: Request, handle: str) -> Any:
     """A captured tensor `[positions, width]` as a safetensors file with the tensor `rows`; its metadata is the response's entry."""
     held = server_of(request).captures.get(owner_of(request.headers), handle)
     if held is None:
-        return problem(404, _NO_CAPTURES, "handle")
+        return error_response(404, _NO_CAPTURES, "handle")
 
     size, parts = await asyncio.get_running_loop().run_in_executor(None, held.file)
 
     async def sent() -> AsyncIterator[bytes]:
         for part in parts:
             yield part
-            await asyncio.sleep(0)  # to others, as a fast client never has the server wait
+            await asyncio.sleep(0)  # gives way to other requests: a fast client never makes the server wait
 
     return StreamingResponse(sent(), media_type="application/octet-stream", headers={"Content-Length": str(size)})
 
@@ -397,12 +401,12 @@ async def get_capture(request: Request, handle: str) -> Any:
 async def delete_capture(request: Request, handle: str) -> Any:
     """Forget captured rows before their handle expires."""
     if not server_of(request).captures.drop(owner_of(request.headers), handle):
-        return problem(404, _NO_CAPTURES, "handle")
+        return error_response(404, _NO_CAPTURES, "handle")
     return {"deleted": handle}
 
 
 @router.get("/gauges")
 async def gauges(request: Request) -> dict[str, Any]:
-    """What the server and each worker hold."""
+    """Counts of the objects that the server and each worker hold."""
     server = server_of(request)
     return {"server": server.gauges, "workers": await server.model.gauges()}

@@ -1,4 +1,4 @@
-"""The routes that `midstream.Remote` needs beside the others: requests with plans and traces, and what the model is."""
+"""The routes that only `midstream.Remote` uses: requests with plans and traces, and the description of the model."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from midstream.errors import (
 from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.remote.calls import MAX_PROMPTS, Asked, Call, UpdateWriter
+from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
 from midstream.requests.invokes import Invoke, answers_of, token_ids
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
-from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
+from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, error_response, receive_body, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.shipping import ShippedCode, check_python
-from midstream.transport.codec import Stream, pack
-from midstream.transport.wire import pieces
+from midstream.transport.codec import SentTensors, pack
+from midstream.transport.wire import message_chunks
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
 _MAX_ANSWERS_BYTES = 1 << 18
-_PROMPT_BYTES = 1 << 10  # of a plan, which take as long to read as it takes to prepare one prompt
+_PROMPT_BYTES = 1 << 10  # preparing a prompt takes as long as reading so many bytes of a plan
 _ALIVE_SECONDS = 5.0
 _SAVES_SECONDS = 0.5
 _log = logging.getLogger(__name__)
@@ -68,43 +68,37 @@ async def description(request: Request) -> dict[str, Any]:
 @router.get("/tokenizer")
 async def tokenizer(request: Request) -> Any:
     """The tokenizer as the JSON of the tokenizers library, and the settings of transformers' around it."""
-    there = server_of(request).model.tokenizer
-    if not there.is_fast:
-        return problem(404, "The model's tokenizer has no JSON form: load it by its name, with transformers.")
+    found = server_of(request).model.tokenizer
+    if not found.is_fast:
+        return error_response(404, "The model's tokenizer has no JSON form: load it by its name, with transformers.")
     settings = {
-        **there.special_tokens_map,
-        "chat_template": there.chat_template,
-        "clean_up_tokenization_spaces": there.clean_up_tokenization_spaces,
-        "model_max_length": there.model_max_length,
+        **found.special_tokens_map,
+        "chat_template": found.chat_template,
+        "clean_up_tokenization_spaces": found.clean_up_tokenization_spaces,
+        "model_max_length": found.model_max_length,
     }
-    return {"tokenizer": there.backend_tokenizer.to_str(), "settings": settings}
+    return {"tokenizer": found.backend_tokenizer.to_str(), "settings": settings}
 
 
 @router.post("/generate")
 @answering_errors
 async def generate(request: Request) -> Any:
-    """Requests of `midstream.Remote`, with plans and, where the server allows it, with traces. The body and the response are binary.
+    """Requests of `midstream.Remote`, with plans and, if the server allows it, traces. The body and the response are binary.
 
-    A connection that is closed ends the requests.
+    Closing the connection ends the requests.
     """
     server = server_of(request)
-    body = await received(
+    body = await receive_body(
         request, MAX_CALL_BYTES, "The call has {}. Send fewer prompts, or smaller tensors, in one call."
     )
-    stream, call = await _prepared(server, body)
-    return Messages(_messages(server, stream, call))
-
-
-async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
-    """The requests, ready to run. Raises MidstreamError for what is wrong with them."""
     call = _read(server, body)
-    size = len(body) + _PROMPT_BYTES * len(call.asked)
-    return await on_a_thread(size, _stream, server, call), call
+    stream = await on_a_thread(len(body) + _PROMPT_BYTES * len(call.asked), _stream, server, call)
+    return StreamingMessages(_messages(server, stream, call))
 
 
-def _read(server: Server, body: bytes) -> Call:
+def _read(server: Server, body: bytes) -> RemoteCall:
     try:
-        call = msgspec.msgpack.decode(body, type=Call)
+        call = msgspec.msgpack.decode(body, type=RemoteCall)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
     if not call.asked:
@@ -114,18 +108,18 @@ def _read(server: Server, body: bytes) -> Call:
     return call
 
 
-def _check_code(server: Server, call: Call) -> None:
+def _check_code(server: Server, call: RemoteCall) -> None:
     with about("programs"):
-        if not _allows_traces(server):
+        if not Settings.of(server.model.vllm_config).allow_traces:
             raise TracesNotAllowedError(
                 "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces "
                 "--api-key ...`."
             )
         check_python(call.programs)
     with about("version"):
-        if call.version != (here := metadata.version(NAME)):
+        if call.version != (own_version := metadata.version(NAME)):
             raise TraceError(
-                f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
+                f"The client's midstream is {call.version} and the server's is {own_version}. For traces they have to be the same."
             )
     for name in ("bodies", "keeps_to_graphs"):
         with about(name):
@@ -135,11 +129,7 @@ def _check_code(server: Server, call: Call) -> None:
                 )
 
 
-def _allows_traces(server: Server) -> bool:
-    return Settings.of(server.model.vllm_config).allow_traces
-
-
-def _stream(server: Server, call: Call) -> OutputStream:
+def _stream(server: Server, call: RemoteCall) -> OutputStream:
     """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
     plans = []
     for number, plan in enumerate(call.plans):
@@ -153,7 +143,7 @@ def _stream(server: Server, call: Call) -> OutputStream:
     with about("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None
         if code is None and call.own:
-            _check_beside(server, call, plans)
+            _check_engine_wide_plan(server, call, plans)
     try:
         return model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
@@ -164,10 +154,10 @@ def _stream(server: Server, call: Call) -> OutputStream:
             raise
 
 
-def _check_beside(server: Server, call: Call, plans: Sequence[Plan]) -> None:
-    """Raise PlanError for traces that were sent as plans, if the engine-wide plan edits where they read or write.
+def _check_engine_wide_plan(server: Server, call: RemoteCall, plans: Sequence[Plan]) -> None:
+    """Raise PlanError for traces that were sent as plans, if the engine-wide plan edits a point that they read or write.
 
-    A trace acts after the edits of a plan beside it, and one plan would make them in an order of its own.
+    A trace acts after the edits of another plan. In one plan, the edits would have another order.
     """
     model = server.model
     lowering = Lowering(Tier.PLAN, _own(call, plans, len(call.asked)), [])
@@ -178,15 +168,15 @@ def _check_beside(server: Server, call: Call, plans: Sequence[Plan]) -> None:
         )
 
 
-def _own(call: Call, plans: Sequence[Plan], prompts: int) -> list[Plan]:
+def _own(call: RemoteCall, plans: Sequence[Plan], prompts: int) -> list[Plan]:
     """The plan of each prompt's trace."""
     if len(call.own) != prompts or not all(0 <= number < len(plans) for number in call.own):
         raise ParameterError("The call is not what midstream.Remote sends: own has a plan's number for each prompt.")
     return [plans[number] for number in call.own]
 
 
-def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Lowering:
-    """What the client says of its traces. A trace that reads what its plan does not capture fails, and harms no other."""
+def _lowering(call: RemoteCall, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Lowering:
+    """The client's lowering of its traces. If a plan lacks a capture that its trace reads, only that trace fails."""
     if call.tier is Tier.FORWARD or call.lengths != list(map(len, prompts)):
         return Lowering(Tier.FORWARD, [Plan()] * len(prompts), call.keeps_to_graphs)
     if call.tier is not Tier.BEHIND:
@@ -194,7 +184,7 @@ def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -
     return Lowering(Tier.BEHIND, _own(call, plans, len(prompts)), call.keeps_to_graphs)
 
 
-def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
+def _invoke(server: Server, asked: CallEntry, plans: Sequence[Plan], place: str) -> Invoke:
     model = server.model
     with about(f"{place}.plan"):
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
@@ -225,21 +215,21 @@ def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamE
         raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
 
 
-async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
-    """What the client gets: None from time to time, outputs as they come, or an error."""
-    sent, loop = Stream(), asyncio.get_running_loop()
-    with server.counted(len(call.asked)):
+async def _messages(server: Server, stream: OutputStream, call: RemoteCall) -> AsyncGenerator[bytes]:
+    """The messages for the client: outputs as they come, an error, and None as a sign of life."""
+    sent, loop = SentTensors(), asyncio.get_running_loop()
+    with server.counting_prompts(len(call.asked)):
         async with contextlib.aclosing(_values(stream, call)) as values:
             async for value in values:
                 packed = await loop.run_in_executor(None, partial(pack, value, sent, as_data=True))
-                for piece in pieces(packed):
-                    yield piece
-                    await asyncio.sleep(0)  # to others, as a fast client never has the server wait
+                for chunk in message_chunks(packed):
+                    yield chunk
+                    await asyncio.sleep(0)  # gives way to other requests: a fast client never makes the server wait
 
 
-async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
+async def _values(stream: OutputStream, call: RemoteCall) -> AsyncGenerator[Any]:
     writers = [UpdateWriter(index) for index in range(len(call.asked))]
-    loop, items = asyncio.get_running_loop(), alive(stream.items())
+    loop, items = asyncio.get_running_loop(), with_heartbeats(stream.items())
     last = loop.time()
     try:
         async with contextlib.aclosing(items):
@@ -248,7 +238,7 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
                     yield None
                     continue
                 index, output, result = item
-                if result is None and not call.stream:  # sent at times, for a client that loses the connection
+                if result is None and not call.stream:  # now and then, in case the client loses the connection
                     if loop.time() - last < (_SAVES_SECONDS if output.saves else _ALIVE_SECONDS):
                         continue
                     if not output.saves:
@@ -267,8 +257,8 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
         yield MidstreamError("The server failed. Its log says why.")
 
 
-async def alive(items: Any) -> AsyncGenerator[Any]:
-    """The items, and None whenever none has come for some seconds: the client then knows that the server is there."""
+async def with_heartbeats(items: Any) -> AsyncGenerator[Any]:
+    """The items, and None whenever none has come for some seconds, as a sign of life."""
     async with contextlib.aclosing(items):
         while True:
             waiting = asyncio.ensure_future(anext(items, _END))
@@ -286,8 +276,8 @@ async def alive(items: Any) -> AsyncGenerator[Any]:
 _END = object()
 
 
-class Messages(Response):
-    """A response that ends its source, and with it the requests, as soon as the client has gone.
+class StreamingMessages(Response):
+    """A streamed response that closes its source, which ends the requests, as soon as the client has gone.
 
     Args:
         ended: called at the end, also if the client has gone before the source was started.
@@ -321,9 +311,9 @@ class Messages(Response):
             (b"cache-control", b"no-store"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with contextlib.aclosing(self._source) as pieces:
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        async with contextlib.aclosing(self._source) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _until_gone(self, receive: Any) -> None:

@@ -1,12 +1,12 @@
-"""What a request to vLLM's server says in its field "midstream", and what the response says there.
+"""The field "midstream" of requests to vLLM's server, and of their responses.
 
     {"model": ..., "prompt": ..., "midstream": {"plan": [{"kind": "steer", "site": "resid_post", ...}], "answers": [" Paris"]}}
     {"choices": [...], "midstream": {"captures": [{"handle": ..., "site": ..., ...}], "answers": {" Paris": -1.2}}}
 
-`vllm_xargs={"midstream": JSON}` says the same. Whoever sends it is a stranger: it is data, and bounded in size.
+`vllm_xargs={"midstream": JSON}` is another place for the field. All senders are strangers: the field is data, and bounded in size.
 
-vLLM's handlers of requests (`answering`) read the field, and put a `Served` in its place into `vllm_xargs`. vLLM copies those into the
-SamplingParams of each of the request's prompts, with which it calls `AsyncLLM.generate` (`running`).
+vLLM's handlers of requests (`answering`) read the field, and put a `ServedRequest` in its place into `vllm_xargs`. vLLM copies it into the
+SamplingParams of each prompt of the request, and calls `AsyncLLM.generate` (`running`) with them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
+from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.selections import made
@@ -41,14 +41,14 @@ from midstream.vllm.model import VLLM
 from midstream.vllm.stream import RunningRequest
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
-_STALLED_SECONDS = 30.0  # a body of which nothing comes for so long is given up
+_STALLED_SECONDS = 30.0  # a body is given up if no part of it comes for so long
 TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
-_LAST_SECONDS = 5  # that clients have once the engine has ended, to read the rest of their responses
+_LAST_SECONDS = 5  # time for clients to read the rest of their responses after the engine has ended
 _RETRY_AFTER = b"5"  # seconds
 _KINDS = {
     403: "PermissionDeniedError",
@@ -64,18 +64,18 @@ _DONE = "data: [DONE]\n\n"
 
 
 class Server:
-    """What the routes and the requests of one server share.
+    """The state that the routes and the requests of one server share.
 
     Attributes:
         model: the server's engine. `model.plan` is the engine-wide plan.
         captures: the rows that wait for download.
-        owners: who has made each named vector and each run, by `("vectors" | "runs", name)`.
-        recording: who records each run that is being recorded, by its name.
-        planned: how many prompts have run with a plan, the engine-wide one included.
+        owners: the owner of each named vector and each run, by `("vectors" | "runs", name)`.
+        recording: the owner of each run that is being recorded, by its name.
+        planned: how many prompts have run with a plan, including the engine-wide plan.
         running: how many of them run now.
         receiving: bytes of each API key's bodies that are being received.
         sweeps: how many sweeps of each API key run now.
-        is_draining: whether the server ends, and takes no more requests.
+        is_draining: whether the server is ending, and refuses new requests.
     """
 
     def __init__(self, engine: Any, captures: CaptureStore) -> None:
@@ -95,7 +95,7 @@ class Server:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """What the front end holds, and how many prompts have had a plan."""
+        """Counts of the objects that the front end holds, and of prompts with a plan."""
         held = {"vectors": len(self.model.vectors), "runs": len(self.model.runs.handles)}
         return {
             **self.captures.gauges,
@@ -114,16 +114,16 @@ class Server:
         )  # 4 bytes at most for a character
 
     @contextlib.contextmanager
-    def counted(self, prompts: int = 1) -> Iterator[None]:
-        """Prompts run in the block. The engine is not ended before they are through."""
+    def counting_prompts(self, prompts: int = 1) -> Iterator[None]:
+        """Count prompts that run in the block. The engine is ended only after them."""
         self.running += prompts
         try:
             yield
         finally:
             self.running -= prompts
 
-    async def read(self, given: Any, owner: bytes) -> Served:
-        """A request's field, read on another thread and checked as far as that needs no prompt. Raises PlanError."""
+    async def read(self, given: Any, owner: bytes) -> ServedRequest:
+        """Read a request's field on another thread, with the checks that need no prompt. Raises PlanError."""
         return await on_a_thread(json_size(given), self._read, given, owner)
 
     async def run_carried(
@@ -150,7 +150,7 @@ class Server:
         self.model.planner.check(plan)
         return plan
 
-    def _read(self, given: Any, owner: bytes) -> Served:
+    def _read(self, given: Any, owner: bytes) -> ServedRequest:
         with _refusing(NAME):
             content = _content(given)
         with _refusing():
@@ -167,11 +167,11 @@ class Server:
         with _refusing(f"{NAME}.inline"):
             if not isinstance(inline := content.get("inline", False), bool):
                 raise fields.refuse(f"{NAME}.inline", fields.shown(inline), "true or false")
-        return Served(self, plan, answers, inline, owner)
+        return ServedRequest(self, plan, answers, inline, owner)
 
 
-class Refused(Exception):
-    """A request that is answered with this status and message."""
+class RequestRefused(Exception):
+    """The request is answered with this status and message."""
 
     def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
         super().__init__(status, message, parameter)
@@ -182,11 +182,11 @@ def server_of(request: Request) -> Server:
     return request.app.state.midstream  # type: ignore[no-any-return]
 
 
-async def received(request: Request, limit: int, too_large: str) -> bytes:
+async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
     """A request's body.
 
-    Raises Refused if it is over `limit`, if nothing of it comes for a while, or if the API key would have more on its way than it leaves
-    for others.
+    Raises RequestRefused if the body is over `limit`, if no part of it comes for a while, or if the bodies of this API key would take more
+    room than they leave for others.
     """
     receiving, owner, data = server_of(request).receiving, owner_of(request.headers), bytearray()
     parts = request.stream()
@@ -195,12 +195,12 @@ async def received(request: Request, limit: int, too_large: str) -> bytes:
             data += part
             receiving[owner] += len(part)
             if len(data) > limit:
-                raise Refused(413, too_large.format(f"over {limit >> 20} MiB"))
+                raise RequestRefused(413, too_large.format(f"over {limit >> 20} MiB"))
             if receiving[owner] > MAX_RECEIVING_BYTES - receiving.total():
-                raise Refused(503, "The server is receiving too much at once. Try again later.")
+                raise RequestRefused(503, "The server is receiving too much at once. Try again later.")
         return bytes(data)
     except TimeoutError:
-        raise Refused(408, f"Nothing of the body came for {_STALLED_SECONDS:.0f} seconds.") from None
+        raise RequestRefused(408, f"Nothing of the body came for {_STALLED_SECONDS:.0f} seconds.") from None
     finally:
         receiving[owner] -= len(data)
         if not receiving[owner]:
@@ -208,33 +208,33 @@ async def received(request: Request, limit: int, too_large: str) -> bytes:
 
 
 def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type.
+    """A route of midstream that answers errors in OpenAI's form. The type of a midstream error is its class.
 
-    Its `param` is the error's `field`, or else "body".
+    `param` is the error's `field`, or else "body".
     """
 
     @wraps(route)
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return await route(*args, **kwargs)
-        except Refused as error:
-            return problem(*error.args)
-        except ClientDisconnect:  # before the body had come; nobody reads the answer
-            return problem(400, "The client left.")
+        except RequestRefused as error:
+            return error_response(*error.args)
+        except ClientDisconnect:  # before the body had come; the answer is not read
+            return error_response(400, "The client left.")
         except _SERVERS_FAULT as error:
-            return problem(500, str(error), kind=type(error).__name__)
+            return error_response(500, str(error), kind=type(error).__name__)
         except MidstreamError as error:
             kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-            return problem(400, str(error), error.field or "body", kind)
+            return error_response(400, str(error), error.field or "body", kind)
 
     return call
 
 
 class Gate:
-    """ASGI middleware: refuses the field on routes that would drop it without a word, and requests to a server that is ending.
+    """ASGI middleware: refuses the field on routes that would ignore it, and requests to a server that is ending.
 
-    A refusal because of load says when to try again, vLLM's own as well. Clients that neither send nor read do not keep the server from
-    ending, also after its engine has died: uvicorn would wait for them.
+    Every refusal because of load, vLLM's own too, says when to try again. The server ends in spite of clients that neither send nor read,
+    also after its engine has died: uvicorn would wait for them.
     """
 
     def __init__(self, app: Any) -> None:
@@ -248,7 +248,7 @@ class Gate:
         path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
         server: Server | None = getattr(scope["app"].state, NAME, None)
         if server is not None and server.is_draining:
-            return await problem(503, "The server is ending. Ask another one, or try again later.")(
+            return await error_response(503, "The server is ending. Ask another one, or try again later.")(
                 scope, receive, send
             )
         if path not in TAKING and not path.startswith(f"/v1/{NAME}/"):
@@ -257,16 +257,16 @@ class Gate:
                 messages.append(await receive())
             if _has_field(b"".join(message.get("body", b"") for message in messages), path):
                 message = f"{path} takes no plan in this place. Routes that do: {', '.join(TAKING)}."
-                return await problem(400, message, NAME)(scope, receive, send)
+                return await error_response(400, message, NAME)(scope, receive, send)
             receive = _repeated(messages, receive)
         await self._app(scope, receive, send)
 
 
 def _repeated(messages: list[Any], receive: Any) -> Any:
-    left = iter(messages)
+    remaining = iter(messages)
 
     async def again() -> Any:
-        return next(left, None) or await receive()
+        return next(remaining, None) or await receive()
 
     return again
 
@@ -288,36 +288,36 @@ def _has_field(body: bytes, path: str) -> bool:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(given := json.loads(body), dict):
             places = [given, given.get("sampling_params")]
-            if path != f"{TAKING[1]}/batch":  # which passes it on to the engine
+            if path != f"{TAKING[1]}/batch":  # this route passes vllm_xargs on to the engine
                 places.append(given.get("vllm_xargs"))
             return any(isinstance(place, dict) and NAME in place for place in places)
     return False
 
 
-def problem(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> JSONResponse:
-    """An error in OpenAI's form. Its type, `kind`, is by default that of the status."""
+def error_response(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> JSONResponse:
+    """A response with an error in OpenAI's form. By default its type, `kind`, follows from the status."""
     kind = kind or _KINDS.get(status, "BadRequestError")
     return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
 def owner_of(headers: Mapping[str, str]) -> bytes:
-    """Who sent a request with these headers: a hash of the API key."""
+    """The owner of a request with these headers: a hash of the API key."""
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
-def check_share(what: str, own: int, together: int, most: int, before: int = 0) -> None:
-    """Raise Refused for a key that would hold more than it leaves for others: each finds as much room as any other that comes later.
+def check_quota(what: str, own: int, together: int, most: int, before: int = 0) -> None:
+    """Raise RequestRefused for a key that would hold more than it leaves for others. So a key always finds as much room as a later one.
 
     Args:
         own: how many the key would hold.
-        together: how many all would hold.
-        most: how many there may be.
-        before: how many the key holds. It may always replace these.
+        together: how many all keys would hold.
+        most: the limit for all keys together.
+        before: how many the key holds now. It may always replace these.
     """
-    if own > before and own > (left := most - together):
-        raise Refused(
+    if own > before and own > (room := most - together):
+        raise RequestRefused(
             413,
-            f"With these, this API key would hold {own} of {most} {what}, and leave {max(left, 0)}. A key may hold no more than it leaves "
+            f"With these, this API key would hold {own} of {most} {what}, and leave {max(room, 0)}. A key may hold no more than it leaves "
             "for others. Delete some first.",
         )
 
@@ -344,7 +344,7 @@ class SelectorOfRows(BaseModel):
 
 
 def read_place(place: Any) -> Any:
-    """A place in a prompt as the client's methods take it: a `Span` for a `SpanOfText`. Raises PlanError for a selector that is none."""
+    """A place in a prompt as the client's methods take it: a `Span` for a `SpanOfText`. Raises PlanError for an unknown selector."""
     if isinstance(place, SelectorOfRows):
         return made("positions", place.selector, place.options)
     return Span(place.span, place.occurrence) if isinstance(place, SpanOfText) else place
@@ -383,24 +383,24 @@ def _loaded(place: str, given: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
-    """Turn errors of the request into ones that vLLM's server answers with 400. Their field is `field`, or a part of it."""
+    """Turn errors of the request into errors that vLLM's server answers with 400. Their field is `field`, or a part of it."""
     try:
         with about(field):
             yield
     except _SERVERS_FAULT:
         raise
     except MidstreamError as error:
-        error.field = (error.field or field).replace(".interventions", "")  # as of a plan that is the list of them
-        raise refused(error) from error
+        error.field = (error.field or field).replace(".interventions", "")  # the plan may be the list itself
+        raise as_client_error(error) from error
 
 
-class Served:
+class ServedRequest:
     """One request with the field, for all of its prompts and choices."""
 
     def __init__(self, server: Server, plan: Plan, answers: list[Any], inline: bool, owner: bytes) -> None:
         self.plan, self.answers = plan, answers
         self._server, self._owner = server, owner
-        self.inline = MAX_INLINE_BYTES if inline else 0  # bytes left
+        self.inline = MAX_INLINE_BYTES if inline else 0  # bytes that may still be put inline
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float | None] | None] = []
         self._unfinished = 0  # prompts
@@ -409,7 +409,7 @@ class Served:
         return f"<{self.plan}>"
 
     def run(self, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any) -> AsyncGenerator[Any]:
-        """The outputs of one prompt. Called before a stream begins, so that what is wrong is still answered with 400.
+        """The outputs of one prompt. It checks everything before the stream begins, so that errors are answered with 400.
 
         Raises PlanError for a plan or an answer that this prompt or this model does not allow.
         """
@@ -430,7 +430,7 @@ class Served:
         self._server.planned += 1
 
         async def outputs() -> AsyncGenerator[Any]:
-            with _refusing(), self._server.counted():
+            with _refusing(), self._server.counting_prompts():
                 async with model.connection.ready([request]) as (mailboxes,):
                     running = RunningRequest(request, *mailboxes, model.connection)
                     stream = generate(request.prompt, request.params, request_id, **rest)
@@ -459,14 +459,14 @@ class Served:
         self._unfinished -= 1
 
     def answer(self) -> dict[str, Any]:
-        """The response's field: `captures` if the plan has any, and `answers`, a list of them if the request had several prompts.
+        """The response's field: `captures` if the plan has any, and `answers`; for several prompts, a list of answers.
 
         Empty if a prompt failed.
         """
         if self._unfinished:
             return {}
         for entry in self._captures:
-            if entry["handle"] not in self._server.captures:  # all of them together did not fit
+            if entry["handle"] not in self._server.captures:  # the store had no room for all of them
                 entry["handle"] = None
         in_order = sorted(self._captures, key=lambda entry: entry["choice"])  # prompts end in any order
         found: dict[str, Any] = {"captures": in_order} if self.plan.captures else {}
@@ -475,7 +475,7 @@ class Served:
         return found
 
     async def streamed(self, events: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-        """A stream's events, with the field in one more before `[DONE]`, or in the last one's response."""
+        """A stream's events. The field comes in one more event before `[DONE]`, or in the response of the last event."""
         chunk: dict[str, Any] = {}
         async for event in events:
             if isinstance(event, str):
@@ -490,15 +490,15 @@ class Served:
 
 
 def answering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of completions, chats or responses that reads the request's field, and puts the response's into it."""
+    """A handler of completions, chats or responses that reads the request's field, and adds the response's."""
 
     async def create(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
         server = Server.of(self.engine_client)
         if server is None or not (extra or xargs):
             return await original(self, request, raw_request, *args, **kwargs)
-        if (key := misspelt(extra)) is not None:
-            raise refused(unread("The request", key))
+        if (key := misspelt_key(extra)) is not None:
+            raise as_client_error(misspelt_key_error("The request", key))
         given = extra.get(NAME, xargs.get(NAME))
         if given is None:
             return await original(self, request, raw_request, *args, **kwargs)
@@ -524,7 +524,7 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An `AsyncLLM.generate` that runs a server's requests with their plans, and the engine-wide plan before them."""
+    """An `AsyncLLM.generate` that runs each request with the engine-wide plan, and then its own plan."""
 
     def generate(self: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> AsyncGenerator[Any]:
         given = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
@@ -535,8 +535,8 @@ def running(original: Callable[..., Any]) -> Callable[..., Any]:
         def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
             return original(self, *args, **kwargs)  # type: ignore[no-any-return]
 
-        if given is None or isinstance(given, Served):
-            served = given or Served(server, Plan(), [], False, b"")
+        if given is None or isinstance(given, ServedRequest):
+            served = given or ServedRequest(server, Plan(), [], False, b"")
             return served.run(stream, prompt, sampling_params, request_id, rest)
         return server.run_carried(given, stream, prompt, sampling_params, request_id, rest)
 
@@ -544,14 +544,14 @@ def running(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draining(original: Callable[..., None]) -> Callable[..., None]:
-    """An `AsyncLLM.shutdown` that lets running requests end before the engine does, if it is given time.
+    """An `AsyncLLM.shutdown` that waits for running requests before it ends the engine, if it is given time.
 
-    vLLM's lets the engine end them, and then closes the connection to it, on which the last outputs may still be on their way.
+    vLLM's own lets the engine end them, and then closes the connection to the engine, which may still carry the last outputs.
     """
 
     def shutdown(self: Any, timeout: float | None = None) -> None:
         server, begin = Server.of(self), time.monotonic()
-        if server is not None and timeout and not self.errored and not _is_on_event_loop():
+        if server is not None and timeout and not self.errored and asyncio._get_running_loop() is None:
             server.is_draining = True
             while (server.running or self.output_processor.has_unfinished_requests()) and not self.errored:
                 if time.monotonic() - begin >= timeout:
@@ -561,9 +561,3 @@ def draining(original: Callable[..., None]) -> Callable[..., None]:
         original(self, timeout=timeout)
 
     return shutdown
-
-
-def _is_on_event_loop() -> bool:
-    with contextlib.suppress(RuntimeError):
-        return asyncio.get_running_loop() is not None
-    return False

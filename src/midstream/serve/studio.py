@@ -1,7 +1,7 @@
 """The studio: a page for sweeps and steering, at /midstream/studio.
 
-It is plain HTML, CSS and JavaScript in the folder beside this file, and asks vLLM's and midstream's routes under /v1. The page is not
-under /v1 itself: vLLM asks for the API key there, and a browser's address bar cannot send one.
+It is plain HTML, CSS and JavaScript in the folder `studio`, and uses vLLM's and midstream's routes under /v1. The page itself is not
+under /v1: vLLM requires the API key there, and a browser's address bar cannot send one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ router = APIRouter(prefix=f"/{NAME}", include_in_schema=False)
 
 @router.get("/studio")
 async def page() -> Response:
-    """The page. Addresses in it are relative, so it also works behind a proxy that serves the server below a path."""
+    """The page. Its addresses are relative, so it also works behind a proxy that adds a path."""
     return await file("index.html")
 
 

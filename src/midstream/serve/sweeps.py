@@ -14,22 +14,22 @@ from typing_extensions import TypedDict
 
 from midstream.errors import MidstreamError
 from midstream.requests.prompts import is_chat, prompts_of
-from midstream.serve.remote import Messages, alive
+from midstream.serve.remote import StreamingMessages, with_heartbeats
 from midstream.serve.requests import (
     Listed,
-    Refused,
+    RequestRefused,
     Server,
     SpanOfText,
     answering_errors,
+    error_response,
     openapi_body,
     owner_of,
-    problem,
     read_place,
-    received,
+    receive_body,
     server_of,
 )
 from midstream.settings import NAME
-from midstream.sweeps.events import Event, Outline, encoded
+from midstream.sweeps.events import Event, Outline, encode_event
 from midstream.sweeps.running import SweepStream
 
 MAX_BODY_BYTES = 4 << 20
@@ -37,7 +37,7 @@ MAX_PAIRS = 64
 MAX_CELLS = 65_536
 MAX_LISTED = 1024  # sites, layers, heads and positions that a sweep may list
 MAX_TOP = 20
-MESSAGE_BYTES = 16  # of a chat's message, at least, beside its texts
+MESSAGE_BYTES = 16  # of a chat's message, at least, in addition to its texts
 MAX_SWEEPS, MAX_SWEEPS_OF_A_KEY = 32, 4  # at a time
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
@@ -88,21 +88,23 @@ async def sweep(request: Request) -> Any:
     its recorded runs.
     """
     server = server_of(request)
-    body = await received(request, MAX_BODY_BYTES, "The sweep has {}. Send fewer prompts.")
+    body = await receive_body(request, MAX_BODY_BYTES, "The sweep has {}. Send fewer prompts.")
     try:
         asked = SweepToRun.model_validate_json(body)
     except ValidationError as error:
         errors = error.errors()
         first = next((each for each in errors if each["type"] == "too_long"), errors[0])
         field = str(first["loc"][0]) if first["loc"] else "body"
-        raise Refused(400, f"{'.'.join(map(str, first['loc'])) or 'The body'}: {first['msg']}.", field) from error
+        raise RequestRefused(
+            400, f"{'.'.join(map(str, first['loc'])) or 'The body'}: {first['msg']}.", field
+        ) from error
     owner = owner_of(request.headers)
     if server.sweeps[owner] >= MAX_SWEEPS_OF_A_KEY:
-        raise Refused(
+        raise RequestRefused(
             503, f"This API key runs {MAX_SWEEPS_OF_A_KEY} sweeps already. Try again when one of them has ended."
         )
     if server.sweeps.total() >= MAX_SWEEPS:
-        raise Refused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
+        raise RequestRefused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
     _check_size(server, asked)
     stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
     server.sweeps[owner] += 1
@@ -115,28 +117,28 @@ async def sweep(request: Request) -> Any:
         outline = await anext(stream.events)
         assert isinstance(outline, Outline)
         if outline.cells > MAX_CELLS:
-            raise Refused(
+            raise RequestRefused(
                 400, f"The sweep has {outline.cells:,} cells; allowed: {MAX_CELLS:,}. Sweep fewer layers.", "layers"
             )
     except BaseException:
         await ended()
         raise
-    return Messages(_sent(server, outline, stream.events), "text/event-stream", ended)
+    return StreamingMessages(_sent(server, outline, stream.events), "text/event-stream", ended)
 
 
 def _check_size(server: Server, asked: SweepToRun) -> None:
-    """Raise Refused for more than a server reads. The model's own limits are checked with the tokens."""
+    """Raise RequestRefused for a sweep over the server's limits. The model's own limits are checked with the tokens."""
     for name in ("clean", "corrupt"):
         given = getattr(asked, name)
         prompts, _ = ([], True) if given is None else prompts_of(given)
         if len(prompts) > MAX_PAIRS:
-            raise Refused(400, f"The sweep has {len(prompts)} pairs of prompts; allowed: {MAX_PAIRS}.", name)
+            raise RequestRefused(400, f"The sweep has {len(prompts)} pairs of prompts; allowed: {MAX_PAIRS}.", name)
         if any(_bytes_of(each) > server.longest_prompt_bytes for each in prompts):
-            raise Refused(400, f"A prompt for this model has at most {server.longest_prompt_bytes} bytes.", name)
+            raise RequestRefused(400, f"A prompt for this model has at most {server.longest_prompt_bytes} bytes.", name)
 
 
 def _bytes_of(prompt: Any) -> int:
-    """The bytes of the prompt's text; 0 for token ids. A message of a chat has a few more than its texts, from the template."""
+    """The bytes of the prompt's text; 0 for token ids. The template adds a few bytes to each message of a chat."""
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace"))
     if not is_chat(prompt):
@@ -158,20 +160,22 @@ def _arguments(asked: SweepToRun) -> dict[str, Any]:
 
 
 async def _sent(server: Server, outline: Outline, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
-    with server.counted():
-        yield _sse("start", encoded(outline))
+    with server.counting_prompts():
+        yield _sse("start", encode_event(outline))
         try:
-            async with contextlib.aclosing(alive(events)) as found:
+            async with contextlib.aclosing(with_heartbeats(events)) as found:
                 async for event in found:
                     if event is None:
                         yield b": the sweep is running\n\n"
                     else:
-                        yield _sse(type(event).__struct_config__.tag, encoded(event))
+                        yield _sse(type(event).__struct_config__.tag, encode_event(event))
         except MidstreamError as error:
-            yield _sse("error", problem(500, str(error), error.field, type(error).__name__).body)
+            yield _sse("error", error_response(500, str(error), error.field, type(error).__name__).body)
         except Exception:
             _log.exception("a sweep failed")
-            yield _sse("error", problem(500, "The server failed. Its log says why.", kind="InternalServerError").body)
+            yield _sse(
+                "error", error_response(500, "The server failed. Its log says why.", kind="InternalServerError").body
+            )
 
 
 def _sse(name: Any, data: Any) -> bytes:

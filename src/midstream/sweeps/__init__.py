@@ -1,5 +1,5 @@
 """Sweeps: activation patching over layers, positions, sites and heads.
 
-`request` is what was asked for, `running` runs it as requests to the model, `events` is what comes as it runs, and `results` is what the
-user holds.
+`request` has the arguments, `running` runs the sweep as requests to the model, `events` defines the events of a running sweep, and
+`results` has its result.
 """

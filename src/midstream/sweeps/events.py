@@ -1,4 +1,4 @@
-"""The events of a running sweep, as data. The iterator, the file on disk and the server's stream all use them.
+"""The events of a running sweep, as data, for the iterator, the file on disk and the server's stream.
 
     Outline, then for each pair of prompts Baselines, and Cells and Noise in any order, then Summary
 
@@ -65,14 +65,14 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event"):
-    """What the sweep will run.
+    """The sweep that will run.
 
     Attributes:
         direction: "denoising" if the clean run is patched into the corrupt prompt, "noising" for the reverse.
         source: what replaces the activations: "run", "zeros" or "mean".
         grid: the cells of the result.
-        coarse: the windows that run first, or None. With windows, only those cells of `grid` run that lie in the best windows.
-        cells: how many cells will run; with `coarse`, the largest number that can run.
+        coarse: the windows that run first, or None. With windows, only the cells of `grid` in the best windows run.
+        cells: the number of cells that will run; with `coarse`, at most.
     """
 
     model: str
@@ -103,7 +103,7 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", tag_field="event"):
     Attributes:
         stage: "coarse" for a window of a coarse-to-fine sweep, else "fine".
         index: the place in the grid of its stage: `[row of layers, column]`, or `[row of layers, head, column]`.
-        layers, head, positions: what was patched. The positions are those of the patched prompt.
+        layers, head, positions: the patched place. The positions are in the patched prompt.
         token: the text at these positions.
         logprobs: the log-probabilities of answer and foil after the patch; None if the cell is void.
         value: the metric; None if the cell is void.
@@ -149,11 +149,10 @@ class Summary(msgspec.Struct, frozen=True, tag="summary", tag_field="event"):
     """The end of a sweep.
 
     Attributes:
-        noise_floor: in the metric's unit. A cell that differs from the baseline by no more than this means nothing. None if unknown.
-        cells: how many cells ran.
-        void: how many cells could not be patched.
-        seconds: how long the sweep took.
-        void: how many cells could not be patched.
+        noise_floor: in the metric's unit. Smaller differences from the baseline mean nothing. None if unknown.
+        cells: the number of cells that ran.
+        void: the number of cells that could not be patched.
+        seconds: the duration of the sweep.
     """
 
     noise_floor: float | None
@@ -166,11 +165,11 @@ Event = Outline | Baselines | Cell | Noise | Summary
 _encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Event)
 
 
-def encoded(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     """The event as JSON on one line."""
     return _encoder.encode(event)
 
 
-def decoded(line: bytes | str) -> Event:
+def decode_event(line: bytes | str) -> Event:
     """The event. Raises msgspec.MsgspecError."""
     return _decoder.decode(line)

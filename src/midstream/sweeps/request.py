@@ -71,8 +71,8 @@ class SweepRequest:
             raise _refused("sites", sites, "one site, or a list of different sites")
         for site in each:
             if site not in LAYER_SITES:
-                there = hook_hint(str(site)) or nearest(str(site), LAYER_SITES)
-                raise PlanError(f"sites has {site!r}: {there}", field="sites")
+                hint = hook_hint(str(site)) or nearest(str(site), LAYER_SITES)
+                raise PlanError(f"sites has {site!r}: {hint}", field="sites")
         if not callable(metric):
             _one_of("metric", metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
         _one_of("source", source, SOURCES)
@@ -125,22 +125,22 @@ def align(base: Sequence[int], other: Sequence[int]) -> list[int | None]:
     return [*range(prefix), *[None] * middle, *range(len(other) - suffix, len(other))]
 
 
-def columns(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]) -> list[Column]:
+def columns_of(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]) -> list[Column]:
     """The columns of the grid.
 
     Args:
         asked: the argument `positions`.
         bases: the patched prompt of each pair.
-        others: the other prompt of each pair; None if the source reads no other prompt.
+        others: the other prompt of each pair; None for sources without another prompt.
     """
-    ways = [
+    alignments = [
         align(base.ids, base.ids if other is None else other.ids) for base, other in zip(bases, others, strict=True)
     ]
-    return [_column(label, groups, bases, ways) for label, groups in _groups(asked, bases, others, ways)]
+    return [_column(label, groups, bases, alignments) for label, groups in _groups(asked, bases, others, alignments)]
 
 
 def _groups(
-    asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None], ways: Sequence[list[int | None]]
+    asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None], alignments: Sequence[list[int | None]]
 ) -> Iterator[tuple[str | None, list[list[int]]]]:
     """The label of each column, and its positions in each pair's patched prompt."""
     if isinstance(asked, str) and asked == "all":
@@ -154,7 +154,7 @@ def _groups(
         yield from ((None, [[position]] * len(bases)) for position in range(lengths[0]))
         return
     if isinstance(asked, str) and asked == "together":
-        yield "all positions", [[i for i, way in enumerate(each) if way is not None] for each in ways]
+        yield "all positions", [[i for i, alignment in enumerate(each) if alignment is not None] for each in alignments]
         return
     named = isinstance(asked, Mapping)
     entries = list(asked.items()) if named else [(None, entry) for entry in ([asked] if _is_one(asked) else asked)]
@@ -165,14 +165,14 @@ def _groups(
         if len(each) != len(bases):
             text = f"positions[{label!r}] has {len(each)} entries for {len(bases)} pairs."
             raise ParameterError(text, field="positions")
-        yield label, [_found(*pair) for pair in zip(each, bases, others, ways, strict=True)]
+        yield label, [_found(*pair) for pair in zip(each, bases, others, alignments, strict=True)]
 
 
 def _is_one(entry: Any) -> bool:
     return isinstance(entry, (int, Span, str)) and not isinstance(entry, bool)
 
 
-def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]) -> list[int]:
+def _found(entry: Any, base: Tokens, other: Tokens | None, alignment: list[int | None]) -> list[int]:
     """The positions of one entry: a number, or text of the patched prompt, or else text of the other prompt."""
     if isinstance(entry, (str, Span)):
         span = entry if isinstance(entry, Span) else Span(entry)
@@ -181,8 +181,8 @@ def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]
         except PlanError:
             if other is None:
                 raise
-            there = set(other.find(span))
-            return [i for i, position in enumerate(way) if position in there]
+            in_other = set(other.find(span))
+            return [i for i, position in enumerate(alignment) if position in in_other]
     if type(entry) is not int or not -len(base.ids) <= entry < len(base.ids):
         allowed = f"from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text in it"
         raise PlanError(f"positions has {fields.shown(entry)}. Allowed: {allowed}.", field="positions")
@@ -190,22 +190,22 @@ def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]
 
 
 def _column(
-    label: str | None, groups: list[list[int]], bases: Sequence[Tokens], ways: Sequence[list[int | None]]
+    label: str | None, groups: list[list[int]], bases: Sequence[Tokens], alignments: Sequence[list[int | None]]
 ) -> Column:
     positions: list[list[int] | None] = []
     sources: list[list[int] | None] = []
-    for group, way in zip(groups, ways, strict=True):
-        there = [source for position in group if (source := way[position]) is not None]
-        is_aligned = bool(group) and len(there) == len(group)
+    for group, alignment in zip(groups, alignments, strict=True):
+        counterparts = [source for position in group if (source := alignment[position]) is not None]
+        is_aligned = bool(group) and len(counterparts) == len(group)
         positions.append(list(group) if is_aligned else None)
-        sources.append(there if is_aligned else None)
+        sources.append(counterparts if is_aligned else None)
     texts = {"".join(base.texts[i] for i in group) for base, group in zip(bases, groups, strict=True)}
     if label is None:
         label = texts.pop() if len(texts) == 1 else ", ".join(map(str, groups[0]))
     return Column(label, positions, sources)
 
 
-def windows(grid: Grid, size: tuple[int, int]) -> Grid:
+def windows_of(grid: Grid, size: tuple[int, int]) -> Grid:
     """The grid in windows of `size`, which is (layers, columns). Columns without a counterpart belong to no window."""
     layers, step = size
     rows = [[layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)]
@@ -258,7 +258,7 @@ def heads_of(heads: Any, count: int) -> list[int] | None:
     return list(given)
 
 
-def in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
+def cells_in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The site and index of every cell. The order begins with a coarse grid and goes to finer ones, so figures take shape early."""
     indexes: list[tuple[int, ...]] = [()]
     for size in grid.shape:

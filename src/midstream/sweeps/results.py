@@ -24,8 +24,8 @@ import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plots import plot_heatmap, write_figure
-from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Pair, Summary
-from midstream.sweeps.request import METRICS, Metric, in_order
+from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Summary
+from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
 RESAMPLES = 2000
 _HELD = ("clean", "corrupt")
@@ -56,7 +56,7 @@ class SweepResult:
     """The cells of a sweep. While the sweep runs, cells that have not come yet are NaN.
 
     Attributes:
-        outline: what was asked for: the prompts' tokens, the grid, direction and source.
+        outline: the sweep's prompts as tokens, its grid, direction and source.
         metric: its name, or the function.
         logprobs: by site, float64 `[pairs, layers, (heads,) positions, answers]`, in nats.
         clean, corrupt: the log-probabilities of the prompts without a patch, `[pairs, answers]`.
@@ -83,7 +83,7 @@ class SweepResult:
         if outline.coarse is not None:
             self.coarse = SweepResult(msgspec.structs.replace(outline, grid=outline.coarse, coarse=None), metric)
 
-    # What arrives.
+    # Events.
 
     def take(self, event: Event) -> Event:
         """Add an event of the sweep. Returns the event; a cell gets its `value` and `recovered`."""
@@ -200,17 +200,13 @@ class SweepResult:
     def _metric_name(self) -> str:
         return self.metric if isinstance(self.metric, str) else self.outline.metric
 
-    def _patched(self, pair: Pair) -> list[str]:
-        """The tokens of a pair's patched prompt."""
-        return pair.corrupt if self.outline.direction == "denoising" and pair.corrupt is not None else pair.clean
-
     @property
     def _base(self) -> np.ndarray:
         return self.corrupt if self.outline.direction == "denoising" else self.clean
 
-    def _metric_of(self, logprobs_PA: np.ndarray) -> np.ndarray:
-        raw = self._graded(logprobs_PA)
-        return self._recovered(raw, slice(None)) if self.metric == "recovered" else raw
+    def _metric_of(self, logprobs: np.ndarray, pair: int | slice) -> np.ndarray:
+        raw = self._graded(logprobs)
+        return self._recovered(raw, pair) if self.metric == "recovered" else raw
 
     @property
     def noise_floor(self) -> float:
@@ -218,13 +214,9 @@ class SweepResult:
 
         The prompt runs again among the cells, without a patch and patched with its own activations. NaN before the first such run.
         """
-        base = self._metric_of(self._base)
-        moved = []
-        for noise in self.noise:
-            raw = self._graded(np.array(noise.logprobs))
-            value = self._recovered(raw, noise.pair) if self.metric == "recovered" else raw
-            moved.append(abs(float(value) - float(base[noise.pair])))
-        return max(moved, default=math.nan)
+        base = self._metric_of(self._base, slice(None))
+        runs = ((self._metric_of(np.array(run.logprobs), run.pair), base[run.pair]) for run in self.noise)
+        return max((abs(float(value) - float(own)) for value, own in runs), default=math.nan)
 
     @property
     def is_noise(self) -> dict[str, np.ndarray]:
@@ -256,7 +248,7 @@ class SweepResult:
         return sorted((cell for _, cell in self._cells()), key=lambda cell: -abs(cell.effect))[:count]
 
     def path(self, site: str | None = None) -> list[BestCell]:
-        """The cell with the largest effect in each layer, from the first layer to the last. It shows where the answer's information is."""
+        """The cell with the largest effect in each layer, from the first layer to the last. They show where the answer's information is."""
         site = self._site(site)
         rows: dict[int, BestCell] = {}
         for row, cell in self._cells():
@@ -267,7 +259,7 @@ class SweepResult:
     def _cells(self) -> Iterator[tuple[int, BestCell]]:
         """The row of each cell that has run, and the cell."""
         grid, arrays = self.outline.grid, (self.values, self.recovered, self.effects)
-        for site, index in in_order(grid):
+        for site, index in cells_in_order(grid):
             value, recovered, effect = (float(array[site][index]) for array in arrays)
             if not math.isnan(effect):
                 head = None if grid.heads is None else grid.heads[index[1]]
@@ -299,7 +291,8 @@ class SweepResult:
         reasons = {cell.key: cell.void for cell in self.void}
         rows = []
         for pair, prompts in enumerate(self.outline.pairs):
-            tokens = self._patched(prompts)
+            is_corrupt = self.outline.direction == "denoising" and prompts.corrupt is not None
+            tokens: Any = prompts.corrupt if is_corrupt else prompts.clean
             for site, index in itertools.product(grid.sites, np.ndindex(*grid.shape)):
                 logprobs, column = self.logprobs[site][(pair, *index)], grid.columns[index[-1]]
                 positions = column.positions[pair]
@@ -382,7 +375,7 @@ class SweepResult:
     def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
         """The heatmap as text, with layers upwards. `~` marks cells within the noise floor. `colour=True` uses a terminal's colours.
 
-        `site`: all of the sweep's, one below the other, if None.
+        `site`: if None, all sites of the sweep, one below the other.
         """
         grid = self.outline.grid
         if site is None and len(grid.sites) > 1:
@@ -459,7 +452,7 @@ class SweepResult:
 
 
 class SweepDifference(SweepResult):
-    """What one sweep has more than another: `values`, `by_pair`, `recovered`, `effects` and `interval` are differences of the two.
+    """The difference of two sweeps: `values`, `by_pair`, `recovered`, `effects` and `interval` are the first minus the second.
 
     Intervals are of paired differences. The baseline is 0, and the noise floors add up. `logprobs` are the first sweep's.
 
@@ -498,12 +491,12 @@ class SweepDifference(SweepResult):
         return {site: one[site] - two[site] for site in one}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """A difference has no file of its own: raises MidstreamError."""
+        """Raises MidstreamError: save the two sweeps instead."""
         raise MidstreamError("Save the two sweeps; a difference has no file of its own.")
 
 
 def _are_alike(one: Grid, two: Grid) -> bool:
-    """Whether cells of the two are about the same places. Positions without a counterpart are void in a sweep that needs one."""
+    """Whether the cells of both are at the same places. Positions without a counterpart match any."""
     places: Any = [
         (grid.sites, grid.layers, grid.heads, [column.label for column in grid.columns]) for grid in (one, two)
     ]

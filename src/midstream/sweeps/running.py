@@ -1,8 +1,8 @@
 """Runs sweeps. Each cell is one request: the patched prompt with a `Patch` from the recorded run of the other prompt.
 
-For each pair of prompts, a sweep records both, runs both alone, runs the cells with noise runs among them, and deletes the recorded
-runs. So it holds the recorded runs of one pair at a time. Cells are independent requests: they share the KV blocks before their first
-patched position.
+For each pair of prompts, a sweep records both, runs both without a patch, runs the cells with noise runs among them, and deletes the
+recorded runs. So it holds the recorded runs of one pair at a time. Cells are independent requests, which share the KV blocks before their
+first patched position.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
 from midstream.requests.prompts import Prompt, encode, offsets_of, prompts_of
+from midstream.requests.vectors_and_runs import finish_cleanup
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -49,22 +50,28 @@ from midstream.sweeps.events import (
     Outline,
     Pair,
     Summary,
-    decoded,
-    encoded,
+    decode_event,
+    encode_event,
 )
-from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
+from midstream.sweeps.request import (
+    SweepRequest,
+    Tokens,
+    align,
+    cells_in_order,
+    columns_of,
+    heads_of,
+    rows_of,
+    windows_of,
+)
 from midstream.sweeps.results import SweepResult
 
 # Requests in a group, and groups of a sweep at a time: few, because the event loop of a server serves others, too.
 ENGINE_GROUP, ENGINE_GROUPS = 32, 16
 PROCESS_GROUP = 128  # jobs on a model in this process
-# The groups of all sweeps together fill this many of the engine's batches at most: a request that comes later waits behind them.
+# The groups of all sweeps together fill at most this many of the engine's batches, since later requests wait for them.
 _BATCHES = 4
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
-
-
-_letting_go: set[asyncio.Task[None]] = set()
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Job:
     plan: Plan
 
 
-class Sweeping:
+class SweepRun:
     """One call of `sweep`. See `TraceModel.sweep` for the arguments and errors."""
 
     def __init__(
@@ -97,8 +104,8 @@ class Sweeping:
         if self._corrupt is not None and len(self._corrupt) != len(self._clean):
             text = f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}."
             raise PromptError(text, field="corrupt")
-        self._answer = _each("answer", answer, len(self._clean))
-        self._foil = [None] * len(self._clean) if foil is None else _each("foil", foil, len(self._clean))
+        self._answer = _one_per_pair("answer", answer, len(self._clean))
+        self._foil = [None] * len(self._clean) if foil is None else _one_per_pair("foil", foil, len(self._clean))
         if foil is None and asked.metric == "logit_diff":
             raise PromptError(
                 'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".',
@@ -110,7 +117,7 @@ class Sweeping:
         self.result: SweepResult | None = None
 
     def outline(self) -> Outline:
-        """The outline of the sweep. Checks everything that can be checked before the first request."""
+        """The outline of the sweep. Makes all checks that need no request."""
         model, asked = self._model, self.asked
         with about("clean"):
             clean = [self._tokens(prompt) for prompt in self._clean]
@@ -129,7 +136,7 @@ class Sweeping:
             list(asked.sites),
             rows_of(asked.layers, asked.sites, model.facts),
             heads_of(asked.heads, self._head_count()),
-            columns(asked.positions, self._bases, self._others),
+            columns_of(asked.positions, self._bases, self._others),
         )
         pairs = [
             Pair(a.texts, None if b is None else b.texts, answer, foil, _skipped(*both))
@@ -139,7 +146,7 @@ class Sweeping:
         ]
         coarse, cells = None, _count(grid, len(pairs))
         if asked.coarse is not None:
-            coarse = windows(grid, asked.coarse)
+            coarse = windows_of(grid, asked.coarse)
             fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
             cells = _count(coarse, len(pairs)) + min(fine, cells)
         outline = Outline(
@@ -196,7 +203,7 @@ class Sweeping:
         done = set[Any]()
         for event in log.before if log is not None else ():
             if isinstance(event, Cell) and event.void is not None:
-                continue  # it is run again
+                continue  # a void cell runs again
             if isinstance(event, Cell):
                 done.add(event.key)
             yield result.take(event)
@@ -225,7 +232,7 @@ class Sweeping:
     def _cells(
         self, outline: Outline, stage: Literal["coarse", "fine"], result: SweepResult, done: Container[Any]
     ) -> Callable[[int], list[Cell]]:
-        """A function that gives a pair's cells of a stage, without results and without those in `done`."""
+        """A function that returns a pair's cells of a stage, without results. It leaves out the cells in `done`."""
         grid = outline.grid_of(stage)
         chosen: set[Any] | None = None
         if stage == "fine" and outline.coarse is not None:
@@ -238,7 +245,7 @@ class Sweeping:
 
         def cells(pair: int) -> list[Cell]:
             found = []
-            for site, index in in_order(grid):
+            for site, index in cells_in_order(grid):
                 column, layers = grid.columns[index[-1]], grid.layers[index[0]]
                 positions = column.positions[pair]
                 if positions is None or (chosen is not None and (site, layers[0], index[-1]) not in chosen):
@@ -277,19 +284,16 @@ class Sweeping:
             try:
                 yield await recording
             finally:
-                await self._let_go(runs)
+                await self._delete_runs(runs)
             return
         recording = asyncio.ensure_future(recording)
         try:
             yield await asyncio.shield(recording)
-        finally:  # in a task of its own: a server cancels a request's task again at each of its awaits
-            task = asyncio.create_task(self._let_go(runs, recording))
-            _letting_go.add(task)  # asyncio holds its tasks weakly
-            task.add_done_callback(_letting_go.discard)
-            await asyncio.shield(task)
+        finally:
+            await finish_cleanup(self._delete_runs(runs, recording))
 
     async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
-        """What `_sources` yields; `runs` gets the runs as soon as they are there."""
+        """Record the runs for `_sources`, and add each to `runs` at once."""
         layers = sorted({layer for row in grid.layers for layer in row})
 
         async def record(ids: list[int]) -> RecordedRun:
@@ -304,8 +308,8 @@ class Sweeping:
             return await record(self._others[number].ids), own
         return (await self._mean(grid.sites, layers) if self.asked.source == "mean" else "zeros"), own
 
-    async def _let_go(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
-        """Release and delete `runs`, once `recording` is over."""
+    async def _delete_runs(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
+        """Release and delete `runs` after `recording` has ended."""
         if recording is not None:
             await asyncio.gather(recording, return_exceptions=True)
         for run in runs:
@@ -393,9 +397,9 @@ class Sweeping:
     async def _run_on_engine(
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
     ) -> AsyncGenerator[Event]:
-        """The events of jobs as they end, with several groups at a time, which take turns with those of other sweeps."""
+        """The events of jobs as they end. Several groups run at a time, and take turns with the groups of other sweeps."""
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        turns: Turns = self._model.connection.sweep_turns
+        turns: SweepTurns = self._model.connection.sweep_turns
         groups, tasks = _groups(jobs, turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
 
         async def run(group: list[Job]) -> None:
@@ -425,7 +429,7 @@ class Sweeping:
                 if found is not None:
                     yield found
         finally:
-            groups = iter(())  # no other group starts
+            groups = iter(())  # so that no other group starts
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -454,7 +458,7 @@ class Sweeping:
 
     @property
     def _parts(self) -> int:
-        """How many requests a job has: one grades the answers; with `top`, another returns the likeliest tokens."""
+        """The number of requests of a job: one grades the answers; with `top`, another returns the likeliest tokens."""
         return 2 if self.asked.top else 1
 
     def _invokes(self, ids: list[int], answers: Answers, job: Job) -> list[Invoke]:
@@ -462,7 +466,7 @@ class Sweeping:
         return [graded, self._invoke(ids, job.plan, {}, logprobs=self.asked.top)] if self.asked.top else [graded]
 
     def _ended(self, job: Job, results: Sequence[InvokeResult], answers: Answers) -> Event | None:
-        """The job's event with its log-probabilities, or with the reason why it is void. None for a noise run that failed."""
+        """The job's event with its log-probabilities, or with the reason why it is void. None for a failed noise run."""
         error = next((result.error for result in results if result.error is not None), None)
         if error is not None:
             if isinstance(job.event, Noise):
@@ -476,7 +480,6 @@ class Sweeping:
 
 
 def _noise_runs(cells: int) -> int:
-    """How many noise runs there are among so many cells."""
     return min(_BASELINES + _IDENTITIES, cells)
 
 
@@ -492,13 +495,13 @@ def _likeliest(output: Any, count: int, tokenizer: Any) -> list[tuple[str, float
 
 
 def _groups(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
-    left = iter(jobs)
-    while group := list(itertools.islice(left, size)):
+    remaining = iter(jobs)
+    while group := list(itertools.islice(remaining, size)):
         yield group
 
 
 def _within(coarse: SweepResult, outline: Outline, site: str, asked: SweepRequest) -> Iterator[tuple[int, int]]:
-    """The layer and the column of each cell in a site's best windows."""
+    """The layer and the column of each cell in the best windows of a site."""
     assert asked.coarse is not None
     effects = np.abs(coarse.effects[site])
     effects = effects.max(1) if effects.ndim == 3 else effects
@@ -520,8 +523,7 @@ def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     return [position for position, source in enumerate(way) if source is None]
 
 
-def _each(name: str, given: Any, pairs: int) -> list[Any]:
-    """One token for each pair."""
+def _one_per_pair(name: str, given: Any, pairs: int) -> list[Any]:
     each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
     if len(each) != pairs:
         raise PromptError(
@@ -532,7 +534,7 @@ def _each(name: str, given: Any, pairs: int) -> list[Any]:
 
 
 class _Log:
-    """A sweep on disk: its outline, and a line for each event. Each event is written as it comes, so a killed sweep can continue.
+    """A sweep on disk: its outline, and a line for each event. Events are written as they come, so a killed sweep can continue.
 
     Attributes:
         before: the events of earlier calls.
@@ -544,33 +546,29 @@ class _Log:
     def __init__(self, directory: Path, outline: Outline) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        about, wanted = directory / OUTLINE, encoded(outline)
-        if about.exists() and about.read_bytes() != wanted:
+        file, data = directory / OUTLINE, encode_event(outline)
+        if file.exists() and file.read_bytes() != data:
             raise ParameterError(
                 f"{directory} holds another sweep, with other prompts, cells or options. Use an empty directory.",
                 field="to",
             )
-        about.write_bytes(wanted)
+        file.write_bytes(data)
         path = directory / CELLS
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        self.before = [decoded(line) for line in lines[:-1]]
+        self.before = [decode_event(line) for line in lines[:-1]]
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(
-            sum(len(line) + 1 for line in lines[:-1])
-        )  # a killed sweep may have written half of its last line
+        # A killed sweep may have written half of its last line.
+        self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
 
     def write(self, event: Event) -> None:
-        self._file.write(encoded(event) + b"\n")
+        self._file.write(encode_event(event) + b"\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-# What the caller gets.
-
-
-class Turns:
-    """Has sweeps on one engine start their groups of requests in turns, within so many tokens of prompts at a time.
+class SweepTurns:
+    """Lets the sweeps on one engine start groups of requests in turns. Limits the tokens of the prompts that run at a time.
 
     Args:
         batch: the most tokens that the engine computes in a step.
@@ -579,16 +577,16 @@ class Turns:
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._used = 0  # tokens
-        # By sweep, whose turn is next first: the groups that wait, each with its tokens.
+        # By sweep, in the order of their next turns: the waiting groups, each with its tokens.
         self._waiting: dict[object, deque[tuple[asyncio.Future[None], int]]] = {}
 
     def jobs(self, tokens: int) -> int:
-        """How many jobs of so many tokens a group has: no more than the engine computes in a step, so that turns stay short."""
+        """The number of jobs of so many tokens in a group: at most one step of the engine, so that turns stay short."""
         return max(1, min(ENGINE_GROUP, self._batch // tokens))
 
     @contextlib.asynccontextmanager
     async def taken(self, sweep: object, tokens: int) -> AsyncIterator[None]:
-        """The turn of a group of `sweep`. A group that is larger than all turns together runs alone."""
+        """A block that runs in the turn of a group of `sweep`. A group that is larger than the limit runs alone."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sweep, deque()).append((turn, tokens))
         self._give()
@@ -611,7 +609,7 @@ class Turns:
             groups.popleft()
             del self._waiting[sweep]
             if groups:
-                self._waiting[sweep] = groups  # behind the others
+                self._waiting[sweep] = groups  # after the others
             if not turn.cancelled():
                 self._used += tokens
                 turn.set_result(None)
@@ -635,7 +633,7 @@ class SweepStream:
         self._sweeping, self._finish, self._bar = sweeping, finish, bar
         self._events: AsyncGenerator[Event] = sweeping.events()
         if finish is not None:
-            finish(self._next())  # raises what is wrong with the arguments
+            finish(self._next())  # raises errors in the arguments
 
     async def _next(self) -> Event | None:
         return await anext(self._events, None)
@@ -713,8 +711,9 @@ class SweepStream:
     def close(self) -> None:
         """End the sweep, and delete its recorded runs. Only for sync engines."""
         assert self._finish is not None
-        with contextlib.suppress(EngineClosedError):  # the engine holds no runs any more
-            self._finish(self._end())
 
-    async def _end(self) -> None:
-        await self._events.aclose()
+        async def end() -> None:
+            await self._events.aclose()
+
+        with contextlib.suppress(EngineClosedError):  # a closed engine has no runs
+            self._finish(end())

@@ -1,1 +1,1 @@
-"""From a worker to its client: device memory, pinned memory, shared memory or a socket."""
+"""Sends values from a worker to its client, by shared memory or a socket."""

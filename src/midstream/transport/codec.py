@@ -1,8 +1,8 @@
 """Values as bytes: a body, and a payload with the tensors of the value, each raw and at a 64-byte aligned offset.
 
-`pack` writes the body in one of two modes. Between an engine's own processes it is a pickle. In what a server sends to clients
-elsewhere it is data: msgpack of the closed list of types in `_KINDS`, so that reading it (`unpack_data`) runs no code of the sender's.
-In data, numbers and texts stand for themselves, and a list `[kind, *parts]` for everything else.
+`pack` writes the body in one of two forms. Between an engine's own processes it is a pickle. From a server to its clients it is data:
+msgpack of the closed list of types in `_KINDS`, so reading it (`unpack_data`) runs none of the sender's code. In data, numbers and
+texts stand for themselves, and every other value is a list `[kind, *parts]`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DEEPEST = 100
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a message. A tensor that was sent earlier on the same stream has no dtype: the receiver looks it up."""
 
     number: int | None  # its number on the stream; None if the message belongs to no stream
@@ -47,15 +47,15 @@ class Entry(NamedTuple):
     offset: int = 0  # bytes from the start of the payload
 
 
-class Stream:
-    """The tensors that a stream has carried, as the sender remembers them: weakly."""
+class SentTensors:
+    """The tensors that were sent on a stream. Holds them weakly."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # id -> (tensor, version, number)
         self._count = 0
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The number under which this tensor was sent, if it was and has not changed since."""
+        """The number under which this tensor was sent; None if it was not sent, or has changed since."""
         reference, version, number = self._sent.get(id(tensor), (None, 0, 0))
         if reference is None or reference() is not tensor or version != _version(tensor):
             return None
@@ -72,37 +72,37 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Packed(NamedTuple):
-    """A value cut in two."""
+    """A value as a body and tensors."""
 
     body: bytes
-    table: list[Entry]
+    table: list[TensorEntry]
     tensors: list[torch.Tensor]  # the new ones only, without grad, in the table's order
     offsets: list[int]  # bytes, one for each of `tensors`
     size: int  # bytes of the payload
 
 
-def pack(value: Any, stream: Stream | None = None, *, exact: bool = False, as_data: bool = False) -> Packed:
-    """Cut `value` in two. Parts that cannot be written are replaced by an `UnsendableError`; this never raises for them.
+def pack(value: Any, stream: SentTensors | None = None, *, exact: bool = False, as_data: bool = False) -> Packed:
+    """Divide `value` into a body and tensors. Parts that cannot be written become an `UnsendableError`; they never raise.
 
     Args:
-        stream: its tensors are not sent again unless they have changed.
+        stream: tensors that were sent on it are not sent again unless they have changed.
         exact: send tensors made in inference mode even if `stream` has carried them: their changes cannot be seen.
         as_data: write the value as data, not as a pickle.
     """
     body, found = _as_data(value) if as_data else _pickled(value)
     known = [stream.find(tensor) if stream and not (exact and tensor.is_inference()) else None for tensor in found]
     new = [tensor for tensor, number in zip(found, known, strict=True) if number is None]
-    offsets, size = lay_out(new)
+    offsets, size = payload_offsets(new)
     entries = (
-        Entry(stream.add(tensor) if stream else None, str(tensor.dtype)[6:], tuple(tensor.shape), offset)
+        TensorEntry(stream.add(tensor) if stream else None, str(tensor.dtype)[6:], tuple(tensor.shape), offset)
         for tensor, offset in zip(new, offsets, strict=True)
     )
-    table = [Entry(number) if number is not None else next(entries) for number in known]
+    table = [TensorEntry(number) if number is not None else next(entries) for number in known]
     with torch._C.DisableTorchFunctionSubclass():  # a parameter class may wrap what detach returns
         return Packed(body, table, [tensor.detach() for tensor in new], offsets, size)
 
 
-def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+def payload_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """Aligned offsets for `tensors` in a payload, and the payload's size in bytes.
 
     The tensors of one device lie next to each other, so that they can be staged as one range.
@@ -115,7 +115,9 @@ def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def resolve(payload: torch.Tensor, table: Sequence[Entry], known: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+def resolve_tensors(
+    payload: torch.Tensor, table: Sequence[TensorEntry], known: dict[int, torch.Tensor]
+) -> list[torch.Tensor | None]:
     """The tensors of a message: new ones as views of `payload` (uint8, flat), the others from `known`, None if lost.
 
     New tensors of a stream are added to `known`. Each tensor has a storage that ends where the tensor ends, because
@@ -139,8 +141,7 @@ def resolve(payload: torch.Tensor, table: Sequence[Entry], known: dict[int, torc
 
 
 def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """The value; an `UnsendableError` if a tensor was lost, or if this process cannot rebuild the value, for example because it lacks a
-    class."""
+    """The value. An `UnsendableError` if a tensor was lost, or if this process cannot rebuild the value, for example without a class."""
     if any(tensor is None for tensor in tensors):
         return UnsendableError("(unknown here)", "a tensor sent earlier on its stream was dropped")
     try:
@@ -172,11 +173,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _fill_copies(kind: type, state: Any) -> Any:
-    """Give a class that came by value its attributes, unless it is a class of this process itself, which a trace has returned."""
+    """Set the attributes of a class that came by value. A class of this process, which a trace has returned, keeps its own."""
     return kind if is_sent(kind) else _class_setstate(kind, state)
 
 
-class _Forgiving(_Pickler):
+class _ForgivingPickler(_Pickler):
     """Pickles an `UnsendableError` in place of each object that cannot be pickled. Containers and dataclasses stay."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -190,7 +191,7 @@ class _Forgiving(_Pickler):
 
 
 def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    for pickler in (_Pickler, _Forgiving):
+    for pickler in (_Pickler, _ForgivingPickler):
         try:
             return _pickle(value, pickler)
         except Exception as error:  # from the second one, a container whose own class cannot be pickled
@@ -207,19 +208,19 @@ def _pickle(value: Any, kind: type[_Pickler]) -> tuple[bytes, list[torch.Tensor]
 # ------------------------------------------------------------------------------------------------------------- as data
 
 
-def data_kind(
+def register_data_kind(
     cls: type, parts: Callable[[Any], Iterable[Any]] | None = None, make: Callable[..., Any] | None = None
 ) -> None:
-    """Add a class to the types that are written as data: by default one that is made of its fields, and of nothing else."""
+    """Add a class to the types that are written as data. By default its parts are its fields."""
     names: tuple[str, ...] = getattr(cls, "__match_args__", ())
     _KINDS[cls.__name__] = _Kind(cls, parts or (lambda value: [getattr(value, name) for name in names]), make or cls)
     _NAMES[cls] = cls.__name__
 
 
 def unpack_data(
-    body: bytes | bytearray, payload: torch.Tensor, table: Sequence[Entry], known: dict[int, torch.Tensor]
+    body: bytes | bytearray, payload: torch.Tensor, table: Sequence[TensorEntry], known: dict[int, torch.Tensor]
 ) -> Any:
-    """The value. Raises ChannelError for anything that `pack` does not write as data. Arguments as for `resolve`."""
+    """The value. Raises ChannelError for anything that `pack` does not write as data. Arguments as for `resolve_tensors`."""
 
     def read(tree: Any) -> Any:
         if not isinstance(tree, list):
@@ -232,7 +233,7 @@ def unpack_data(
         return _KINDS[name].make(*map(read, parts))
 
     try:
-        tensors = resolve(payload, table, known)
+        tensors = resolve_tensors(payload, table, known)
         if any(tensor is None for tensor in tensors):
             raise LookupError("a tensor that was to come earlier")
         return read(msgspec.msgpack.decode(body))
@@ -247,7 +248,8 @@ def _as_data(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         kind = type(value)
         if value is None or kind in (bool, float, bytes):
             return value
-        if (kind is str and _is_utf8(value)) or (kind is int and -(1 << 63) <= value < 1 << 64):
+        is_utf8 = kind is str and (value.isascii() or _as_utf8(value) == value)
+        if is_utf8 or (kind is int and -(1 << 63) <= value < 1 << 64):
             return value
         if depth > _DEEPEST:
             return _unsendable(value, f"it is nested more than {_DEEPEST} deep")
@@ -284,12 +286,12 @@ def _kind_of(value: Any) -> str | None:
 
 
 class _Kind(NamedTuple):
-    """How values of a kind are written.
+    """How values of a kind are written as data.
 
     Attributes:
-        of: the class whose instances are written so; None if `_kind_of` knows them otherwise.
-        parts: what a value consists of.
-        make: the value that has these parts. It may run nothing that the parts choose.
+        of: the class of the values; None if `_kind_of` recognises them in another way.
+        parts: returns the parts of a value.
+        make: makes the value from its parts. It must run no code that the parts choose.
     """
 
     of: type | None
@@ -299,10 +301,6 @@ class _Kind(NamedTuple):
 
 def _sequence(kind: type) -> _Kind:
     return _Kind(kind, iter, lambda *items: kind(items))
-
-
-def _is_utf8(text: str) -> bool:
-    return text.isascii() or _as_utf8(text) == text
 
 
 def _as_utf8(text: str) -> str:
@@ -354,7 +352,7 @@ def _error_parts(error: MidstreamError) -> tuple[Any, ...]:
 
 
 def _error(own: str, builtin: str | None, message: str, field: str | None, notes: list[str]) -> MidstreamError:
-    """An error of a class of midstream's; if it has a builtin base beside, as InterventionErrors do, of a class with both."""
+    """An error of a midstream class. If it also had a builtin base, as InterventionErrors do, its class has both bases."""
     cls, base = _class(errors, own, MidstreamError), _class(builtins, builtin, Exception)
     if not issubclass(cls, base):
         name = cls.__name__.removesuffix("Error") + base.__name__  # InterventionValueError, as in `Failure.exception`

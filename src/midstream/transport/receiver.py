@@ -3,17 +3,17 @@
     receiver = Receiver()                                  # client, once per engine
     box = receiver.expect(("req-1", 0))                    # before the request is submitted
     sender = Sender(receiver.address, name="rank 0")       # worker; the address came by RPC
-    sender.send(Header(("req-1", 0), ...), {"h": tensor})  # returns at once
+    sender.send(ResultHeader(("req-1", 0), ...), {"h": tensor})  # returns at once
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread copies the tensors and writes the
-frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
-worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are unpickled by the
-receiving thread.
+`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread copies the tensors and writes a
+frame (`wire`). On one host, a large payload lies in a memfd that the client maps, so it is copied once. The receiver has a thread for each
+worker, which routes messages to mailboxes. The reader of a mailbox unpickles the values; the receiving thread unpickles messages that were
+sent together.
 
-Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that brought them, which is freed with the
-last of them. Messages of one stream share the tensors that they have in common.
+Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of their message, which is freed with the last of them. A
+tensor that several messages of one stream contain is sent once, and they share it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Mailbox:
 
     Args:
         key: of the messages.
-        senders: workers without which the mailbox ends.
+        senders: the mailbox ends when one of these workers has gone.
         forget: tells the receiver that the mailbox is closed.
-        budget: counts the bytes that wait here, up to and including the message that the reader works on.
+        budget: counts the bytes that wait here, including the message that the reader works on.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Mailbox:
     def get(self, timeout: float | None = None) -> tuple[Any, Any]:
         """The next (header, value), waiting for it up to `timeout` seconds.
 
-        Raises TimeoutError; and ChannelClosedError once nothing is left and nothing more can come.
+        Raises TimeoutError, and ChannelClosedError if the mailbox is empty and no more messages can come.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._messages or self._error, timeout):
@@ -128,7 +128,7 @@ class Mailbox:
                         self._waiters.remove(waiter)
 
     def close(self) -> None:
-        """Drop what is here and what comes later. Idempotent."""
+        """Drop the messages that are here, and later ones. Idempotent."""
         self._forget(self)
         self.fail(ChannelClosedError(f"the mailbox of {self._name} is closed"))
         with self._changed:
@@ -154,7 +154,7 @@ class Mailbox:
                 self._wake()
 
     def fail(self, error: ChannelClosedError) -> None:
-        """Nothing more comes: readers get what is here, then this error."""
+        """No more messages come. Readers get the messages that are here, then this error."""
         with self._changed:
             self._error = self._error or error
             self._wake()
@@ -184,10 +184,10 @@ class Mailbox:
         waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                loop.call_soon_threadsafe(_settle, future)
+                loop.call_soon_threadsafe(_wake_waiter, future)
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _wake_waiter(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -198,13 +198,13 @@ class Receiver:
     Args:
         host: also listen on TCP at this address, for workers on other hosts; they must be able to reach it. Bytes on TCP are neither
             encrypted nor signed after the handshake, so the network has to be trusted.
-        paced_bytes: bound of the bytes that wait in `paced` mailboxes together, plus one frame of each worker. Beyond it no worker is
-            read from until readers have taken some.
+        paced_bytes: the limit of the bytes that wait in all `paced` mailboxes together, plus one frame of each worker. Above it, the
+            receiver stops reading from the workers until readers have taken some.
         headers: the type of the headers, a msgspec.Struct.
-        handle: takes every message, on the thread that received it. There are no mailboxes then.
+        handle: takes every message, on the thread that received it, in place of mailboxes.
 
     Attributes:
-        when_gone: called with a worker's name when it has gone, on a thread of its own.
+        when_gone: called with a worker's name, on its own thread, when the worker has gone.
 
     Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced mailboxes; `connected`, names of the connected workers; `lost`, names of
     workers that went without closing; `dropped`, messages without a mailbox.
@@ -215,7 +215,7 @@ class Receiver:
         host: str | None = None,
         *,
         paced_bytes: int = 256 << 20,
-        headers: Any = wire.Header,
+        headers: Any = wire.ResultHeader,
         handle: Callable[[Message], None] | None = None,
     ) -> None:
         self.when_gone: Callable[[str], None] | None = None
@@ -239,7 +239,7 @@ class Receiver:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listeners.append(socket.create_server((host, 0), family=family, backlog=1024))
         tcp = [host, self._listeners[1].getsockname()[1]] if host is not None else None
-        self.address: dict[str, Any] = {"unix": name, "tcp": tcp, "key": self._key.hex(), "host": wire.machine()}
+        self.address: dict[str, Any] = {"unix": name, "tcp": tcp, "key": self._key.hex(), "host": wire.machine_name()}
         for listener in self._listeners:
             self._start(self._accept, listener)
 
@@ -259,8 +259,8 @@ class Receiver:
     def expect(self, key: Hashable, *, senders: Collection[str] = (), paced: bool = False) -> Mailbox:
         """A mailbox for the messages whose header has this key. Call it before the workers can send any.
 
-        Once one of `senders` has gone, the mailbox raises ChannelClosedError when it is empty. `paced`: the reader takes messages as
-        they come and waits for nothing else, so a full mailbox may hold the workers up.
+        After one of `senders` has gone, the empty mailbox raises ChannelClosedError. `paced`: the reader takes messages as they come and
+        waits for nothing else, so a full mailbox may delay the workers.
         """
         mailbox = Mailbox(key, frozenset(senders), self._forget, self._paced if paced else None)
         with self._lock:
@@ -318,7 +318,7 @@ class Receiver:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
-                if not self._closed:  # out of descriptors, say: some may be freed soon
+                if not self._closed:  # for example no free descriptor: some may be freed soon
                     _log.warning("the results channel could not take a connection: %s", error)
                     time.sleep(0.1)
                 continue
@@ -333,7 +333,7 @@ class Receiver:
                 self._start(self._converse, sock)
 
     def _make_room(self) -> None:
-        """If many connections have not proved the key, drop the oldest, so that strangers keep no worker out."""
+        """Drop the oldest of many connections that have not proved the key, so that strangers cannot lock workers out."""
         with self._lock:
             strangers = [sock for sock, name in self._connections.items() if name is None]
             if len(strangers) < _STRANGERS:
@@ -385,7 +385,7 @@ class Receiver:
         """Handle frames until the sender says goodbye. Raises ConnectionError if the connection ends otherwise."""
         streams: dict[str, dict[int, torch.Tensor]] = {}
         while True:
-            frame, descriptor = wire.read_frame(sock)
+            frame, descriptor = wire.receive_frame(sock)
             try:
                 if frame.parts:
                     self._deliver(sock, frame, descriptor, streams)
@@ -405,10 +405,10 @@ class Receiver:
         descriptor: int | None,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
-        bodies = [wire.read(sock, part.body) for part in frame.parts]
+        bodies = [wire.receive(sock, part.body) for part in frame.parts]
         size = sum(part.payload for part in frame.parts)
         payload = torch.empty(size if descriptor is None else 0, dtype=torch.uint8)
-        wire.read_into(sock, payload.numpy().data)
+        wire.receive_into(sock, payload.numpy().data)
         parts = [[self._header(each) for each in part.headers] for part in frame.parts]
         takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
         if not any(map(any, takers)):
@@ -422,10 +422,10 @@ class Receiver:
             sizes = [part.payload for part in frame.parts]
             payloads = payload.split(sizes) if len(sizes) > 1 else (payload,)
             loads = [
-                partial(codec.unpack, body, codec.resolve(payload, part.table, known))
+                partial(codec.unpack, body, codec.resolve_tensors(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
             ]
-        except Exception as error:  # no room to map it, say: this message is lost, and the channel goes on
+        except Exception as error:  # for example no memory to map it: this message is lost, and the channel goes on
             loads = [partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")] * len(parts)
         for part, headers, its_takers, load in zip(frame.parts, parts, takers, loads, strict=True):
             its_loads: list[Callable[[], Any]] = [load]
@@ -446,7 +446,7 @@ class Receiver:
 
 
 def _is_welcome(sock: socket.socket) -> bool:
-    """False for other users of this machine: anybody may connect to an abstract socket."""
+    """False for other users of this machine: every user may connect to an abstract socket."""
     if sock.family != socket.AF_UNIX:
         return True
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

@@ -1,8 +1,8 @@
 """The worker's end of the results channel; `receiver` has the client's end and an example.
 
-The forward's thread only pickles the value without its tensors and queues the message. The queue holds a snapshot of the containers but
-not of the tensors, so a tensor must not be written to once it was sent. The sender's thread writes one frame while a `Copier` copies the
-tensors of the next into one flat block of memory.
+The forward's thread pickles the value without its tensors and queues the message. The queue holds a snapshot of the containers but
+not of the tensors, so a tensor must not be changed after it was sent. The sender's thread writes one frame while a `Copier` copies the
+tensors of the next frame into one flat block of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import BoundedQueue
 from midstream.transport import wire
-from midstream.transport.codec import Packed, Stream, pack
+from midstream.transport.codec import Packed, SentTensors, pack
 from midstream.tree import as_bits, as_bytes
 
 _log = logging.getLogger(__name__)
@@ -38,21 +38,21 @@ SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
 _ALONE_BYTES = 4 << 20  # a smaller copy takes less time than waking a thread
 
 
-_Part = tuple[list[msgspec.Raw], Packed]  # a value with its headers
+_PackedValues = tuple[list[msgspec.Raw], Packed]  # a value with its headers
 
 
-class _Frame:
+class _OutgoingFrame:
     """A frame to write. Its tensors are copied first: into a memfd if they are large and the client can take one.
 
     Args:
         parts: none if the frame ends `stream`.
 
     Attributes:
-        size: bytes that it counts in the queue.
+        size: in bytes, for the limit of the queue.
     """
 
     def __init__(
-        self, parts: Sequence[_Part], stream: str | None, ready: Mapping[torch.device, torch.cuda.Event]
+        self, parts: Sequence[_PackedValues], stream: str | None, ready: Mapping[torch.device, torch.cuda.Event]
     ) -> None:
         self.size = sum(len(packed.body) + packed.size for _, packed in parts)
         self._parts, self._stream, self._ready = parts, stream, ready
@@ -89,18 +89,18 @@ class _Frame:
 
     @property
     def is_copied(self) -> bool:
-        """Whether `write` would not have to wait for its tensors."""
+        """Whether all tensors are copied, so that `write` does not wait."""
         return all(copy.done() for copy in self._copies)
 
     def write(self, sock: socket.socket) -> None:
         """Wait for the copy, and send the frame."""
         try:
-            finish(self._copies)
+            wait_for_copies(self._copies)
         except Exception as error:
             self._lose(error)
-        frame = wire.Frame([wire.part(*part) for part in self._parts], self._stream)
+        frame = wire.Frame([wire.message_part(*part) for part in self._parts], self._stream)
         body = b"".join([packed.body for _, packed in self._parts])
-        wire.write(sock, frame, body, self._payload, self._descriptor)
+        wire.send_frame(sock, frame, body, self._payload, self._descriptor)
 
     def _lose(self, error: Exception) -> None:
         """Send an error in place of each value."""
@@ -121,8 +121,9 @@ class Sender:
     """Sends values to the client whose `Receiver.address` this is, from a thread of its own.
 
     Args:
-        name: tells this worker from the engine's others, in the client's `lost` and `expect`.
-        queue_bytes: bound of what is queued and not yet written. Beyond it `send` blocks, except that any message fits an empty queue.
+        name: identifies this worker in the client's `lost` and `expect`.
+        queue_bytes: the limit of the bytes that are queued and not yet written. Above it `send` blocks. Any message fits into an empty
+            queue.
 
     Raises:
         ChannelError: the client cannot be reached, or one side does not have the key.
@@ -130,9 +131,9 @@ class Sender:
 
     def __init__(self, address: Mapping[str, Any], name: str | None = None, *, queue_bytes: int = 1 << 30) -> None:
         self.name = name or f"pid {os.getpid()}"
-        self._queue: BoundedQueue[_Frame] = BoundedQueue(queue_bytes)
+        self._queue: BoundedQueue[_OutgoingFrame] = BoundedQueue(queue_bytes)
         self._messages = self._bytes = 0
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, SentTensors] = {}
         self._sock = _connect(address, self.name)
         self._copier = Copier()
         self._queue.start("midstream-send", self._run)
@@ -153,20 +154,20 @@ class Sender:
 
         Args:
             header: of the type that the receiver takes.
-            stream: a tensor that an earlier message of this stream carried (the same object, unchanged) is not sent again. A stream
-                belongs to one thread and ends with `end`. A change in place shows in the tensor's version. Tensors made in
-                inference mode have none: do not change those, or send them again with `exact`.
-            ready: events after which the tensors on a device are complete, or those in host memory that a device writes to. Default:
-                what the caller's current streams have been given.
+            stream: a tensor that an earlier message of this stream contained (the same object, unchanged) is not sent again. A stream
+                belongs to one thread and ends with `end`. The tensor's version shows changes in place. Tensors made in inference mode
+                have no version: do not change them, or send them again with `exact`.
+            ready: for each device, an event after which its tensors are complete, also tensors in host memory that a device writes.
+                By default, the end of the work that the caller's current streams have now.
 
         Raises:
             ChannelClosedError: the channel is closed.
         """
-        known = self._streams.setdefault(stream, Stream()) if stream is not None else None
+        known = self._streams.setdefault(stream, SentTensors()) if stream is not None else None
         self._put([([_raw(header)], pack(value, known, exact=exact))], stream, ready)
 
     def send_together(self, messages: Sequence[tuple[msgspec.Struct, Any]]) -> None:
-        """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""
+        """As `send` for each (header, value), in one frame. Objects and tensors that the values share are sent once."""
         if len(messages) == 1:
             self.send(*messages[0])
         elif messages:
@@ -174,12 +175,12 @@ class Sender:
             self._put([(headers, pack([value for _, value in messages]))])
 
     def send_packed(self, messages: Sequence[tuple[msgspec.Struct, Packed]]) -> None:
-        """As `send` for each (header, value), in one frame. The values share nothing: each is read alone."""
+        """As `send` for each (header, value), in one frame. Each value can be read alone."""
         if messages:
             self._put([([_raw(header)], packed) for header, packed in messages])
 
     def end(self, stream: str) -> None:
-        """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
+        """Forget a stream, here and on the client. Every stream must be ended, also if its request was aborted."""
         if self._streams.pop(stream, None) is not None:
             self._put([], stream)
 
@@ -205,13 +206,13 @@ class Sender:
 
     def _put(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[_PackedValues],
         stream: str | None = None,
         ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
         if ready is None:
             ready = mark_ready([tensor for _, packed in parts for tensor in packed.tensors])
-        frame = _Frame(parts, stream, ready)
+        frame = _OutgoingFrame(parts, stream, ready)
         with self._queue.changed:
             if not self._queue.put(frame, frame.size):
                 error = self._queue.error
@@ -220,7 +221,7 @@ class Sender:
             self._messages += bool(parts)
 
     def _run(self) -> None:
-        frames: deque[_Frame] = deque()  # at most two: while the older one is written, the other's tensors are copied
+        frames: deque[_OutgoingFrame] = deque()  # at most two: one is written while the other's tensors are copied
         takes_descriptors = self._sock.family == socket.AF_UNIX
         try:
             with torch.no_grad():
@@ -232,7 +233,7 @@ class Sender:
                         frame.begin(self._copier, takes_descriptors)
                     if frames and (frame is None or len(frames) > 1):
                         self._write(frames.popleft())
-            wire.write(self._sock, wire.Frame())
+            wire.send_frame(self._sock, wire.Frame())
         except BaseException as error:
             if not self._queue.closed:
                 level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR  # the client has gone
@@ -245,7 +246,7 @@ class Sender:
             self._sock.close()
             self._copier.close()
 
-    def _write(self, frame: _Frame) -> None:
+    def _write(self, frame: _OutgoingFrame) -> None:
         try:
             frame.write(self._sock)
         finally:
@@ -260,7 +261,7 @@ def _raw(header: msgspec.Struct) -> msgspec.Raw:
 def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
     """A connection to the client after the handshake: by Unix socket on its own host, by TCP from another."""
     place: str | tuple[str, int]
-    if address["host"] == wire.machine():
+    if address["host"] == wire.machine_name():
         family, place = socket.AF_UNIX, f"\0{address['unix']}"
     elif address["tcp"] is not None:
         family, place = socket.AF_INET6 if ":" in address["tcp"][0] else socket.AF_INET, tuple(address["tcp"])
@@ -295,8 +296,8 @@ def mark_ready(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
-def finish(copies: Sequence[Future[None]]) -> None:
-    """Return when all copies have ended, even if one failed. Raises what one of them raised."""
+def wait_for_copies(copies: Sequence[Future[None]]) -> None:
+    """Wait until all copies have ended, even if one failed. Raises the error of a copy that failed."""
     wait(copies)
     for copy in copies:
         copy.result()
@@ -307,7 +308,7 @@ class Copier:
 
     Fresh memory costs a page fault and a cleared page for every 4 KiB, several times the copy itself, so a few threads share the work;
     `memmove` runs without the GIL. CUDA tensors come through a ring of pinned slots: while the threads empty some, the device fills the
-    others on a stream of its own, which waits only for what was computed before `send`. Used from one thread; `close` when done.
+    others on its own stream, which waits only for work from before `send`. Used from one thread; `close` when done.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -324,8 +325,8 @@ class Copier:
     ) -> list[Future[None]]:
         """Begin to write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes).
 
-        The caller has to `finish` what is returned: until then the payload is written to. `offsets` come from `codec.lay_out`, `ready` from
-        `mark_ready`. If `ready` has an event for host memory, it is waited for: a device is still copying to the tensors there.
+        Returns the copies. The payload is complete after `wait_for_copies`. `offsets` come from `codec.payload_offsets`, `ready` from
+        `mark_ready`. An event for host memory in `ready` means that a device is still copying to these tensors; the method waits for it.
         """
         placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
         placed = [(offset, tensor) for offset, tensor in placed if tensor.numel()]
@@ -389,9 +390,9 @@ class Copier:
                 tasks.append(task)
 
     def _free_slot(self) -> torch.Tensor:
-        """A slot that no thread reads, taken out of the ring; waits for the oldest one if all are in use.
+        """A free slot, taken out of the ring. Waits for the oldest slot if all are in use.
 
-        A new slot is pinned only if there is no free one: pinning takes milliseconds, in which the forward's calls to the device wait.
+        A new slot is pinned only if none is free: pinning takes milliseconds, in which the forward's calls to the device wait.
         """
         in_use = not self._ring or not self._ring[0][1].done()
         if in_use and len(self._ring) < SLOTS:

@@ -2,8 +2,8 @@
 
     length of the head | head (msgspec: a `Frame`) | bodies | payloads
 
-is one message; `codec` says what a body and a payload are. On one host a large payload is not part of the frame: it lies in a memfd whose
-descriptor travels beside the head. A memfd has no name, so nothing is left behind however the processes end.
+is one message; `codec` describes bodies and payloads. On one host a large payload is not part of the frame: it lies in a memfd whose
+descriptor is sent with the head. A memfd has no name, so no file remains, however the processes end.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import msgspec
 import torch
 
 from midstream.errors import ChannelError
-from midstream.transport.codec import NO_MESSAGE, Entry, Packed, Size, unpack_data
+from midstream.transport.codec import NO_MESSAGE, Packed, Size, TensorEntry, unpack_data
 from midstream.tree import as_bytes
 
 INLINE_LIMIT = 64 * 1024  # bytes; a smaller payload is cheaper in the frame than in a memfd of its own
 _MAX_HEAD_BYTES = 64 << 20
-_PIECE_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
+_CHUNK_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
 _LENGTH = struct.Struct("<I")  # bytes of the head
 
 
-class Header(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker says of captured rows, or of a trace's results.
+class ResultHeader(msgspec.Struct, array_like=True, frozen=True):
+    """The header of captured rows, or of a trace's results.
 
     Attributes:
         key: of the mailbox that they go to.
         request: the engine's name of the request.
-        final: whether this worker sends nothing more for the request.
+        final: whether this is the worker's last message for the request.
         stage: the worker's pipeline stage.
-        confirmed: rows at positions below this are the user's for good.
+        confirmed: rows at positions below this are final.
     """
 
     key: tuple[str, int]
@@ -49,34 +49,34 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     confirmed: int = 0
 
 
-class Part(msgspec.Struct, array_like=True):
+class MessagePart(msgspec.Struct, array_like=True):
     """One packed value of a message.
 
     Attributes:
-        headers: read before anything else to find the mailbox. If there are several, the value is a list with a value for each.
+        headers: read first, to find the mailbox. If there are several, the value is a list with a value for each.
         table: the value's tensors.
         body, payload: their sizes in bytes.
     """
 
     headers: list[msgspec.Raw]
-    table: list[Entry]
+    table: list[TensorEntry]
     body: Size
     payload: Size
 
 
-def part(headers: list[msgspec.Raw], packed: Packed) -> Part:
-    return Part(headers, packed.table, len(packed.body), packed.size)
+def message_part(headers: list[msgspec.Raw], packed: Packed) -> MessagePart:
+    return MessagePart(headers, packed.table, len(packed.body), packed.size)
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """The head of a message. Without parts it ends its stream, whose tensors can be forgotten; or, without a stream, the connection.
+    """The head of a message. A frame without parts ends its stream; without a stream too, it ends the connection.
 
     Attributes:
         parts: their bodies follow one another, and so do their payloads.
         stream: the stream that the message belongs to, if any.
     """
 
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     stream: str | None = None
 
 
@@ -84,7 +84,7 @@ encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
-def write(
+def send_frame(
     sock: socket.socket,
     frame: Frame,
     body: bytes = b"",
@@ -92,20 +92,20 @@ def write(
     descriptor: int | None = None,
 ) -> None:
     """Send a frame. The payload (uint8, flat) goes inside it, or lies in the memfd `descriptor`, which the caller closes."""
-    data = _begun(frame, body)
+    data = _head_and_body(frame, body)
     sent = _send_with(sock, data, descriptor) if descriptor is not None else 0
     sock.sendall(memoryview(data)[sent:])
     if descriptor is None and payload is not None and payload.numel():
         sock.sendall(payload.numpy().data)
 
 
-def _begun(frame: Frame, body: bytes) -> bytes:
+def _head_and_body(frame: Frame, body: bytes) -> bytes:
     head = encode(frame)
     return b"".join([_LENGTH.pack(len(head)), head, body])
 
 
 def _send_with(sock: socket.socket, data: bytes, descriptor: int) -> int:
-    """Send the descriptor and the beginning of `data`; returns how many bytes of it went along."""
+    """Send the descriptor and the beginning of `data`. Returns how many bytes of `data` were sent."""
     while True:
         try:
             if sent := socket.send_fds(sock, [data], [descriptor]):
@@ -116,7 +116,7 @@ def _send_with(sock: socket.socket, data: bytes, descriptor: int) -> int:
             time.sleep(0.001)
 
 
-def read_frame(sock: socket.socket) -> tuple[Frame, int | None]:
+def receive_frame(sock: socket.socket) -> tuple[Frame, int | None]:
     """The next frame and the descriptor that came with it, which the caller closes.
 
     Raises ConnectionError at the end of the connection, and msgspec's errors for anything but a frame.
@@ -126,8 +126,8 @@ def read_frame(sock: socket.socket) -> tuple[Frame, int | None]:
     try:
         if not data:
             raise ConnectionError("the other side of the results channel is gone")
-        data += read(sock, _LENGTH.size - len(data))
-        return _decode(read(sock, *_LENGTH.unpack(data))), descriptor
+        data += receive(sock, _LENGTH.size - len(data))
+        return _decode(receive(sock, *_LENGTH.unpack(data))), descriptor
     except BaseException:
         if descriptor is not None:
             os.close(descriptor)
@@ -143,14 +143,14 @@ def map_payload(descriptor: int, size: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
-def read(sock: socket.socket, size: int) -> bytearray:
+def receive(sock: socket.socket, size: int) -> bytearray:
     """Exactly `size` bytes. Raises ConnectionError at the end of the connection."""
     data = bytearray(size)
-    read_into(sock, memoryview(data))
+    receive_into(sock, memoryview(data))
     return data
 
 
-def read_into(sock: socket.socket, memory: memoryview) -> None:
+def receive_into(sock: socket.socket, memory: memoryview) -> None:
     """As `read`, as many bytes as the memory has."""
     while memory:
         count = sock.recv_into(memory, 0, socket.MSG_WAITALL)
@@ -159,7 +159,7 @@ def read_into(sock: socket.socket, memory: memoryview) -> None:
         memory = memory[count:]
 
 
-def machine() -> str:
+def machine_name() -> str:
     """A name that two processes share if and only if one can reach the other's abstract Unix sockets."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -170,7 +170,7 @@ def machine() -> str:
 
 
 class Peer:
-    """A socket as the challenges of `multiprocessing.connection` take it. By them, both ends prove that they have the engine's key."""
+    """Adapts a socket for the challenges of `multiprocessing.connection`, by which both ends prove that they have the engine's key."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -179,25 +179,25 @@ class Peer:
         self._sock.sendall(_LENGTH.pack(len(data)) + data)
 
     def recv_bytes(self, longest: int) -> bytes:
-        (size,) = _LENGTH.unpack(read(self._sock, _LENGTH.size))
+        (size,) = _LENGTH.unpack(receive(self._sock, _LENGTH.size))
         if size > longest:
             raise AuthenticationError("the other side does not speak midstream")
-        return bytes(read(self._sock, size))
+        return bytes(receive(self._sock, size))
 
 
 # ----------------------------------------------------------------------------------------- values as data in a response
 
 
-def pieces(packed: Packed) -> Iterator[bytes]:
-    """The message of a value that was packed as data, in pieces of 64 KiB to about 1 MiB; the last one may be shorter."""
-    parts = [_begun(Frame([part([], packed)]), packed.body)]
+def message_chunks(packed: Packed) -> Iterator[bytes]:
+    """The message of a value that was packed as data, in chunks of 64 KiB to about 1 MiB. The last one may be shorter."""
+    parts = [_head_and_body(Frame([message_part([], packed)]), packed.body)]
     held = at = 0
     for tensor, offset in zip(packed.tensors, packed.offsets, strict=True):
         parts.append(bytes(offset - at))
         data = as_bytes(tensor.cpu()).numpy().data
         at = offset + len(data)
-        for begin in range(0, len(data), _PIECE_BYTES):
-            parts.append(bytes(data[begin : begin + _PIECE_BYTES]))
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            parts.append(bytes(data[begin : begin + _CHUNK_BYTES]))
             held += len(parts[-1])
             if held >= _LEAST_BYTES:
                 yield b"".join(parts)
@@ -205,7 +205,7 @@ def pieces(packed: Packed) -> Iterator[bytes]:
     yield b"".join([*parts, bytes(packed.size - at)])
 
 
-class Reader:
+class MessageReader:
     """Reads the messages of one stream of values as data."""
 
     def __init__(self) -> None:
@@ -213,19 +213,19 @@ class Reader:
         self._parts: deque[memoryview] = deque()
         self._held = 0  # bytes in the parts
         self._reading = self._message()
-        self._wanted = next(self._reading)
+        self._needed = next(self._reading)
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """More bytes have come: the values that they complete. Raises ChannelError for anything but messages."""
+        """Take more bytes, and return the values that they complete. Raises ChannelError for anything but messages."""
         self._parts.append(memoryview(data))
         self._held += len(data)
-        while self._held >= self._wanted:
+        while self._held >= self._needed:
             try:
-                self._wanted = self._reading.send(self._take(self._wanted))
+                self._needed = self._reading.send(self._take(self._needed))
             except StopIteration as done:
                 yield done.value
                 self._reading = self._message()
-                self._wanted = next(self._reading)
+                self._needed = next(self._reading)
             except (RecursionError, ValueError) as error:
                 raise ChannelError(f"{NO_MESSAGE}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Captured rows on their way from the workers to the user: to sinks as they arrive, and onto the output at the end."""
+"""Receives captured rows from the workers: hands them to sinks as they arrive, and puts them on the output at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from midstream.requests.invokes import PreparedPlan
 from midstream.runtime.request import users_id
 from midstream.trace.outcome import Outcome
 from midstream.transport.receiver import Mailbox
-from midstream.transport.wire import Header
+from midstream.transport.wire import ResultHeader
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
 
@@ -39,7 +39,7 @@ def sample_index(request_id: str, samples: int) -> int:
 
 @dataclass
 class _Sample:
-    """What has arrived for one sample of a request."""
+    """The rows that have come for one sample of a request."""
 
     name: str = ""
     capture: RequestCapture | None = None  # from the first message on
@@ -58,13 +58,14 @@ class RowReceiver:
     Args:
         plan: the request's plan.
         samples: vLLM's `n`.
-        senders: how many workers send rows of a sample; each sends the rows of its layers.
+        senders: how many workers send rows of a sample. Each sends the rows of its layers.
         collected: for a request of `model.collect`.
-        here: makes the outcome of the request's trace, if that only keeps what a plan captures, which then does not go to the output.
+        trace_ending: makes the outcome of the request's trace from the captured rows, if the trace's code does not run on the engine. The
+            rows do not go to the output then.
 
     Attributes:
         key: the address that the workers send the rows to.
-        stop: positions below this are known to be the user's.
+        stop: rows at positions below this are final.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class RowReceiver:
         sinks: Sinks,
         senders: int = 1,
         collected: Collected | None = None,
-        here: Ending | None = None,
+        trace_ending: Ending | None = None,
     ) -> None:
         self.key = (secrets.token_hex(8), 0)
         self.stop: int | None = None
         self.collected = collected
-        self.here = here
+        self.trace_ending = trace_ending
         self._outcome: Outcome | None = None
         self._plan = plan
         self._sinks = sinks
@@ -103,36 +104,39 @@ class RowReceiver:
         return all(sample.finals >= self._senders for sample in self._samples)
 
     def has_progressed(self) -> bool:
-        """Whether it has done any work since the last call, or is at work, which may take long: a sink, or a trace's code."""
+        """Whether it has worked since the last call, or works now. A sink or a trace's code may take long."""
         seen, self._seen = self._seen, self._taken
         return seen != self._taken or self._is_taking
 
     async def follow(self, box: Mailbox, executor: Executor | None = None) -> None:
-        """Take rows as they arrive until all are here. Waits for full sinks in the executor if there is one."""
+        """Take rows as they arrive, until all have come. Waits for full sinks in the executor, if there is one."""
         while not self.is_complete:
-            message = await _next(box)
+            try:
+                message = await box.aget()
+            except ChannelClosedError as error:
+                raise EngineClosedError(f"The engine has gone before the captured rows came: {error}") from error
             if self.has_sinks and executor is not None:
                 self._is_taking = True  # also while it waits for a thread
                 await asyncio.get_running_loop().run_in_executor(executor, self.take, *message)
             else:
                 self.take(*message)
-        box.close()  # until then, the last message counts as waiting
+        box.close()  # the last message counts as waiting until now
 
     @contextlib.contextmanager
     def _taking(self) -> Iterator[None]:
-        """Work that counts as progress."""
+        """A block that counts as progress."""
         self._is_taking = True
         try:
             yield
         finally:
             self._taken, self._is_taking = self._taken + 1, False
 
-    def take(self, header: Header, value: Any) -> None:
+    def take(self, header: ResultHeader, value: Any) -> None:
         with self._taking():
             self._take(header, value)
 
-    def _take(self, header: Header, value: Any) -> None:
-        if isinstance(value, UnsendableError):  # nobody knows which sample the rows belonged to
+    def _take(self, header: ResultHeader, value: Any) -> None:
+        if isinstance(value, UnsendableError):  # the rows' sample is unknown
             for sample in self._samples:
                 sample.fail(CaptureError(f"captured rows were lost on their way: {value}"))
                 sample.finals = self._senders
@@ -153,7 +157,7 @@ class RowReceiver:
             sample.fail(error)
 
     def end(self, generated: Sequence[int]) -> None:
-        """The request has ended with so many tokens in each sample, and all rows are here."""
+        """The request has ended and all rows have come. `generated`: the number of tokens of each sample."""
         with self._taking():
             for sample, stop in zip(self._samples, self._stops(generated), strict=True):
                 if sample.error is None and sample.capture is not None:
@@ -163,7 +167,7 @@ class RowReceiver:
         return [len(self._plan.prompt) + count - 1 for count in generated]
 
     def result(self, generated: Sequence[int]) -> Captured | list[Captured]:
-        """The output's captures, once the sinks have taken theirs.
+        """The output's captures, after the sinks have taken their rows.
 
         Raises CaptureError, or PlanError if the engine refused the plan.
         """
@@ -180,24 +184,13 @@ class RowReceiver:
         if self._outcome is None:
             with self._taking():
                 found = self.result([generated])
-                assert self.here is not None and isinstance(found, Captured)
-                self._outcome = self.here(found, generated)
+                assert self.trace_ending is not None and isinstance(found, Captured)
+                self._outcome = self.trace_ending(found, generated)
         return self._outcome
 
     def discard(self) -> None:
-        """Drop the rows: nobody will ask for the result."""
+        """Drop the rows. `result` will not be called."""
         self._is_discarded = True
         for sample in self._samples:
             if sample.capture is not None:
                 sample.capture.discard()
-
-
-async def _next(box: Mailbox) -> tuple[Header, Any]:
-    try:
-        return await box.aget()
-    except ChannelClosedError as error:
-        raise EngineClosedError(f"The engine has gone before the captured rows came: {error}") from error
-
-
-def rows_missing() -> CaptureError:
-    return CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")

@@ -1,4 +1,4 @@
-"""A running vLLM engine: its workers, what they hold, and the channel on which they send results."""
+"""A running vLLM engine: its workers, the vectors, runs and weights in them, and the channel for their results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from midstream.errors import EngineClosedError, MidstreamError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
-from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors
+from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
-from midstream.sweeps.running import Turns
+from midstream.sweeps.running import SweepTurns
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.vllm.captures import RowReceiver
@@ -39,12 +39,12 @@ class EngineRequest:
     Attributes:
         prompt: as vLLM takes it.
         params: its SamplingParams, which carry the plan and the trace.
-        trace: what a traced request carries.
+        trace: its trace, if the engine runs the trace's code.
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        ending: makes the outcome of its trace, if its code never runs.
-        weights: what its trace needs the workers to hold, by digest.
+        ending: makes the outcome of its trace, if the trace's code runs nowhere.
+        weights: the weights that its trace and plan need in the workers, by digest.
     """
 
     prompt: dict[str, Any]
@@ -57,31 +57,23 @@ class EngineRequest:
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
-def trace_ids(requests: Sequence[EngineRequest]) -> list[str]:
-    return sorted({request.trace.trace for request in requests if request.trace is not None})
-
-
-def weights_of(requests: Sequence[EngineRequest]) -> dict[str, Weight]:
-    return {digest: weight for request in requests for digest, weight in request.weights.items()}
-
-
 class EngineConnection:
-    """A running engine, as the client uses it.
+    """The client's connection to a running engine.
 
     Args:
         engine: a `vllm.LLM`, or an `AsyncLLM` if `is_async`.
         sinks: closed with the engine.
-        is_ours: whether `close` ends the engine, too.
+        is_ours: whether `close` also ends the engine.
 
     Attributes:
         config: the engine's VllmConfig.
         stages: the number of pipeline stages.
-        vectors, runs: what the workers hold for plans.
-        weights: what they hold for traces.
-        receiver: receives results; None once the engine is closed.
-        has_died: a call to the workers of a dead engine may never return.
-        sweep_turns: of the sweeps on the engine.
-        streams: those that are being iterated over.
+        vectors, runs: the named vectors and recorded runs in the workers.
+        weights: large tensors in the workers, for traces and plans.
+        receiver: receives results; None after the engine was closed.
+        has_died: whether the engine is known to be dead. Calls to its workers may never return.
+        sweep_turns: the turns of the sweeps on the engine.
+        streams: the streams that are being iterated over.
     """
 
     def __init__(self, engine: Any, sinks: Sinks, is_async: bool, is_ours: bool = True) -> None:
@@ -100,13 +92,13 @@ class EngineConnection:
         self._interrupted: list[str] = []  # ids of traces
         self.vectors = Vectors()
         self.runs = Runs(
-            lambda what, *args: self.answers(f"midstream_{what}_runs", *args), None if is_async else self.finish
+            lambda what, *args: self.call_workers(f"midstream_{what}_runs", *args), None if is_async else self.finish
         )
         self.weights = HeldWeights(
-            Settings.of(self.config).weight_bytes, partial(self.answers, "midstream_set_weights")
+            Settings.of(self.config).weight_bytes, partial(self.call_workers, "midstream_set_weights")
         )
         self._sending = asyncio.Lock()
-        self.sweep_turns = Turns(self.config.scheduler_config.max_num_batched_tokens)
+        self.sweep_turns = SweepTurns(self.config.scheduler_config.max_num_batched_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         if self._stepper is None:
@@ -123,7 +115,7 @@ class EngineConnection:
         if self._engine is None:
             raise EngineClosedError(_CLOSED)
         if self.has_died:
-            raise launch.died(self._engine)
+            raise launch.died_error(self._engine)
         return self._engine
 
     @property
@@ -139,16 +131,16 @@ class EngineConnection:
         """Whether the engine is neither closed nor known to be dead."""
         return self._engine is not None and not self.has_died
 
-    def failed(self, error: BaseException) -> None:
-        """Note that the engine is dead, if `error` says so, which then names the engine's log; or that the user has interrupted it."""
+    def note_failure(self, error: BaseException) -> None:
+        """Note that an error means a dead engine, and add the log's path to the error; or that the user has interrupted the engine."""
         if isinstance(error, KeyboardInterrupt):
-            launch.hurry(self._engine)
+            launch.end_quickly(self._engine)
         if isinstance(error, EngineClosedError):
             self.has_died = True
             launch.keep_log(self._engine, error)
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The coroutine's result; on an async engine the coroutine itself, for the user to await. Raises EngineClosedError."""
+        """Run a coroutine and return its result; on an async engine, return it for the user to await. Raises EngineClosedError."""
         if self._stepper is None:
             return coroutine
         if self.is_closed:
@@ -157,29 +149,29 @@ class EngineConnection:
         try:
             return self._stepper.finish(coroutine)
         except BaseException as error:
-            self.failed(error)
+            self.note_failure(error)
             raise
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Any]:
-        """vLLM's outputs of a request; on a `vllm.LLM` only the last. Closing the generator aborts the request."""
+        """vLLM's outputs of a request; on a `vllm.LLM` only the last one. Closing the generator aborts the request."""
         if self._stepper is None:
             return self.engine.generate(request.prompt, request.params, secrets.token_hex(8))  # type: ignore[no-any-return]
         return self._stepper.generate(request.prompt, request.params)
 
     def follow(self, rows: RowReceiver, box: Mailbox, pool: Executor) -> asyncio.Future[None]:
-        """Take captured rows as they arrive, until all are here."""
+        """Take captured rows as they arrive, until all have come."""
         if self._stepper is None:
             return asyncio.ensure_future(rows.follow(box, pool))
         following = rows.follow(box)
         return self._stepper.follow(following) if rows.has_sinks else asyncio.ensure_future(following)
 
-    async def answers(self, method: str, *args: Any) -> list[Any]:
-        """The answers of every worker to a call."""
-        answers = launch.ask(self.engine, method, *args)
-        return await answers if self.is_async else answers
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of each worker. Returns the list of their results."""
+        results = launch.call_workers(self.engine, method, *args)
+        return await results if self.is_async else results
 
     async def start(self) -> None:
-        """Connect the workers. Called before the first request."""
+        """Connect the workers. To be called before the first request."""
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise MidstreamError(
@@ -192,9 +184,9 @@ class EngineConnection:
 
     async def _connect(self) -> None:
         assert self.receiver is not None
-        names = await self.answers("midstream_connect", self.receiver.address)
+        names = await self.call_workers("midstream_connect", self.receiver.address)
         self._senders = [name for name in names if name is not None]  # one worker of each stage sends results
-        self._description = merged_description(await self.answers("midstream_describe"))
+        self._description = merged_description(await self.call_workers("midstream_describe"))
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -205,7 +197,7 @@ class EngineConnection:
 
     @property
     def is_described(self) -> bool:
-        """Whether the workers have described the model: from the start on a sync engine, after `start` on an async one."""
+        """Whether the workers have described the model: always on a sync engine, after `start` on an async one."""
         return self._description is not None
 
     @property
@@ -216,47 +208,49 @@ class EngineConnection:
         return self._description
 
     async def gauges(self) -> list[dict[str, int]]:
-        """What each worker holds."""
+        """The gauges of each worker."""
         await self._drop_interrupted()
-        return await self.answers("midstream_gauges")
+        return await self.call_workers("midstream_gauges")
 
     async def drop(self, requests: Sequence[EngineRequest]) -> None:
-        """Have the workers forget the traces of requests that did not come to their end.
+        """Have the workers forget the traces of requests that did not end normally.
 
-        With a `vllm.LLM` they are told by the next call: such a trace may still block a worker, and the user has interrupted this call.
+        On a `vllm.LLM` the next call does this: such a trace may still block a worker, and the user has interrupted this call.
         """
-        if not (traces := trace_ids(requests)) or not self.is_open:
+        traces = sorted({request.trace.trace for request in requests if request.trace is not None})
+        if not traces or not self.is_open:
             return
         if self._stepper is not None:
             self._interrupted += traces
             return
         with contextlib.suppress(Exception):  # a dead engine has dropped them
-            await asyncio.wait_for(self.answers("midstream_drop", traces), _DROP_SECONDS)
+            await asyncio.wait_for(self.call_workers("midstream_drop", traces), _DROP_SECONDS)
 
     async def _drop_interrupted(self) -> None:
         if self._interrupted:
             traces, self._interrupted = self._interrupted, []
-            await self.answers("midstream_drop", traces)
+            await self.call_workers("midstream_drop", traces)
 
     @contextlib.asynccontextmanager
     async def ready(
         self, requests: Sequence[EngineRequest]
     ) -> AsyncIterator[list[tuple[Mailbox | None, Mailbox | None]]]:
-        """Requests may run in the block: the workers have the vectors and weights and keep the runs that they need.
+        """A block in which requests may run: the workers have the vectors and weights that they need, and keep their runs.
 
-        Gives a mailbox for the results of each request's trace, and one for its captured rows; None where nothing will come. At the end
-        of the block, rows that have not been asked for are dropped.
+        Yields for each request a mailbox for its trace's results and one for its captured rows. Each is None if no message will come. At
+        the end of the block, rows that were not read are dropped.
 
-        Raises PlanError if a run that they need is gone.
+        Raises PlanError if the workers lack a run.
         """
         async with AsyncExitStack() as stack:
             await self._drop_interrupted()
             await self.send_vectors()
             if runs := runs_of([request.plan for request in requests]):
                 lease = asyncio.ensure_future(self.runs.lease(runs))
-                stack.push_async_callback(_released, self.runs, runs, lease)
+                stack.push_async_callback(lambda: finish_cleanup(_release(self.runs, runs, lease)))
                 await asyncio.shield(lease)
-            await stack.enter_async_context(self.weights.used(weights_of(requests)))
+            weights = {digest: weight for request in requests for digest, weight in request.weights.items()}
+            await stack.enter_async_context(self.weights.used(weights))
             yield [self._mailboxes(request, stack) for request in requests]
 
     def _mailboxes(self, request: EngineRequest, stack: AsyncExitStack) -> tuple[Mailbox | None, Mailbox | None]:
@@ -282,10 +276,10 @@ class EngineConnection:
             put, gone = changes = self.vectors.take_changes()
             try:
                 if gone:
-                    await self.answers("midstream_delete_vectors", gone)
+                    await self.call_workers("midstream_delete_vectors", gone)
                 if put:
                     data = {name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()}
-                    await self.answers("midstream_set_vectors", data)
+                    await self.call_workers("midstream_set_vectors", data)
             except BaseException:
                 self.vectors.put_back(changes)
                 raise
@@ -300,19 +294,8 @@ def _end(engine: Any, stepper: Stepper | None, receiver: Receiver, sinks: Sinks)
     sinks.close()
 
 
-_releasing: set[asyncio.Task[None]] = set()
-
-
-async def _released(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
-    """Release leases in a task of its own: a server cancels a request's task again at each of its awaits."""
-    task = asyncio.create_task(_release(runs, ids, lease))
-    _releasing.add(task)  # asyncio holds its tasks weakly
-    task.add_done_callback(_releasing.discard)
-    await asyncio.shield(task)
-
-
 async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
-    """Release leases once `lease` is done: the task that waited for it may have been cancelled."""
+    """Release leases after `lease` has ended. The task that waited for `lease` may have been cancelled."""
     with contextlib.suppress(Exception):  # a lease that failed has nothing to release, and a dead engine holds none
         await lease
         await runs.release(ids)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import NO_ROUTES
@@ -17,7 +17,7 @@ from midstream.client.model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.lowering.client_traces import Ending
-from midstream.lowering.tiers import Lowered, Lowering, lower_trace
+from midstream.lowering.tiers import Lowering, lower_trace
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
     Invoke,
@@ -33,6 +33,27 @@ from midstream.trace.weights import Weight
 from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineConnection, EngineRequest
 from midstream.vllm.stream import EngineStream
+
+
+class _LoweredCall(NamedTuple):
+    """How the requests of a call run.
+
+    Attributes:
+        tier: where the code of their traces runs.
+        plans: of each request.
+        weights: the numbers of each plan that the workers hold, by digest.
+        endings: make the outcomes of traces whose code runs nowhere.
+    """
+
+    tier: Tier
+    plans: Sequence[PreparedPlan | None]
+    weights: Sequence[Mapping[str, Weight]]
+    endings: Sequence[Ending | None]
+
+    @classmethod
+    def in_forward(cls, invokes: Sequence[Invoke]) -> _LoweredCall:
+        """Without plans, and with all code in the forward."""
+        return cls(Tier.FORWARD, [None] * len(invokes), [{}] * len(invokes), [None] * len(invokes))
 
 
 class VLLM(DescribedModel):
@@ -55,15 +76,14 @@ class VLLM(DescribedModel):
             A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
             A list gives several names.
         graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
-            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all sites there that can be.
-        graph_bytes: how many bytes of each worker's memory CUDA graphs may take in which plans act. They are recorded when they are
-            needed; a step without one is slower.
-        record_bytes: how many bytes of each worker's memory recorded runs may take.
-        weight_bytes: how many bytes of it large tensors of the caller's may take that traces have used. They stay for the next trace
-            that uses them.
-        trace_share: traces that neither run as plans nor behind the step (`explain` tells) slow a step down. They get steps of their own,
-            and while there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
-        progress: of the calls that do not say it themselves, as in `generate`.
+            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites there.
+        graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed; a
+            step without one is slower.
+        record_bytes: the limit in bytes, on each worker, for recorded runs.
+        weight_bytes: the limit in bytes, on each worker, for large tensors that traces have used. They stay for later traces.
+        trace_share: traces whose code runs in the forward (`explain` tells) make their steps slow. They get separate steps, and while
+            there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
+        progress: the default of `progress` for the model's calls, such as `generate`.
         tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
 
@@ -108,11 +128,11 @@ class VLLM(DescribedModel):
             )
         arguments = launch.llm_arguments(model, settings, engine)
         self.progress, self._tokenizer_kwargs = progress, dict(tokenizer_kwargs or {})
-        self._use(launch.start(arguments, is_async=mode == "async"), model, mode)
+        self._use(launch.start_engine(arguments, is_async=mode == "async"), model, mode)
 
     @classmethod
     def attached(cls, engine: Any) -> Self:
-        """The model of a running `AsyncLLM` with midstream in it, which somebody else has started and will close."""
+        """The model of a running `AsyncLLM` with midstream in it. The caller closes the engine."""
         model = cls.__new__(cls)
         model._tokenizer_kwargs = {}
         model._use(engine, launch.config_of(engine).model_config.model, "async", is_ours=False)
@@ -152,13 +172,13 @@ class VLLM(DescribedModel):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer, **self._tokenizer_kwargs)
 
     async def start(self) -> Self:
-        """Connect the workers of an async engine. The first trace calls it; call it yourself to use the module tree before."""
+        """Connect the workers of an async engine. The first trace calls this; call it yourself to use the module tree before."""
         await self._connection.start()
         return self
 
     @property
     def connection(self) -> EngineConnection:
-        """What runs requests on the engine."""
+        """The connection that runs requests on the engine."""
         return self._connection
 
     def close(self) -> None:
@@ -166,8 +186,8 @@ class VLLM(DescribedModel):
         self._connection.close()
 
     def gauges(self) -> Any:
-        """Counts of what each worker holds: zeros when no traced request is running. `traced_steps` counts since the start, and
-        `weight_bytes` are kept for later traces.
+        """Counts of the objects that each worker holds: zeros when no traced request runs, except for `traced_steps`, which counts from
+        the start, and `weight_bytes`, which are kept for later traces.
 
         A list with a dict for each worker; awaitable with `mode="async"`.
         """
@@ -213,16 +233,16 @@ class VLLM(DescribedModel):
             steps = [self._most_steps(invoke, ids) for invoke, ids in zip(invokes, prompts, strict=True)]
             lowering = lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
-            # Plans are checked once the engine has started.
+            # Plans are checked after the engine has started.
             return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)
         requests = self._requests(invokes, prompts, code, together, lowering)
         return EngineStream(self._connection, lambda: requests, ended)
 
     def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
-        """How many steps the request has at most."""
-        left = self.vllm_config.model_config.max_model_len - len(ids)
+        """The largest number of steps that the request can have."""
+        room = self.vllm_config.model_config.max_model_len - len(ids)
         asked = invoke.params.get("max_tokens")
-        return max(1, min(left, left if asked is None else asked))
+        return max(1, min(room, room if asked is None else asked))
 
     def stream(
         self,
@@ -250,72 +270,84 @@ class VLLM(DescribedModel):
             prompts: their token ids.
             code: the code of their traces.
             together: whether all of them must be in the same steps.
-            lowering: how the traces run, if that is known.
+            lowering: how the traces can run; None for the forward.
 
         Raises:
             PromptError: a prompt that cannot be traced in one step.
-            PlanError: a plan that cannot be done on this model, or to its prompt.
+            PlanError: a plan that cannot be carried out on this model or prompt.
         """
-        traces: Sequence[TraceRequest | None] = [None] * len(invokes)
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
+        traces: list[TraceRequest | None] = [None] * len(invokes)
         if code is not None:
-            traces = self._traces(invokes, prompts, code, together, streamed)
-        plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
-        constants: Sequence[Mapping[str, Weight]] = [{}] * len(invokes)  # of the plans, for the workers to hold
-        has_plans = any(invoke.plan for invoke in invokes)
-        if lowering is not None and code is not None:
+            traces = [*self._traces(invokes, prompts, code, together, streamed)]
+        call = None
+        if lowering is not None:
             keeps = zip(traces, lowering.keeps_to_graphs, strict=True)
-            traces = [replace(trace, keeps_to_graphs=k) if trace is not None else None for trace, k in keeps]
-        if lowering is not None and has_plans:
-            given = [invoke.plan or Plan() for invoke in invokes]
-            lowering = lowering if lowering.stands_beside(given, self.num_layers) else None
-        if lowering is not None and lowering.tier is not Tier.FORWARD:
-            has_samples = any(invoke.params.get("n", 1) > 1 for invoke in invokes)
-            if together or streamed or has_samples:
-                lowering = lowering.in_the_engine()
-            held = [plan.held for plan in lowering.plans]
-            planned = [
-                replace(invoke, plan=(invoke.plan or Plan()) + plan)
-                for invoke, (plan, _) in zip(invokes, held, strict=True)
-            ]
-            try:
-                plans = self.planner.prepare_all(planned, prompts)
-            except PlanError:
-                if not has_plans:
-                    raise
-                lowering = None  # too much for one plan, or the caller's own is wrong
-            else:
-                constants = [{digest: Weight(data, digest) for digest, data in each.items()} for _, each in held]
-                is_behind = lowering.tier is Tier.BEHIND
-                traces = [
-                    replace(trace, tier=Tier.BEHIND) if trace is not None and is_behind else None for trace in traces
-                ]
-        tier = lowering.tier if lowering is not None else Tier.FORWARD
-        if tier is Tier.FORWARD and has_plans:
-            plans = self.planner.prepare_all(invokes, prompts)
-        lowered: Sequence[Lowered | None] = (
-            lowering.each if lowering is not None and lowering.each else [None] * len(invokes)
-        )
+            traces = [trace and replace(trace, keeps_to_graphs=keeps_to_graphs) for trace, keeps_to_graphs in keeps]
+            call = self._lowered(invokes, prompts, lowering, together or streamed)
+        if call is None:
+            call = _LoweredCall.in_forward(invokes)
+            if any(invoke.plan for invoke in invokes):
+                call = call._replace(plans=self.planner.prepare_all(invokes, prompts))
+        elif call.tier is Tier.BEHIND:
+            traces = [trace and replace(trace, tier=Tier.BEHIND) for trace in traces]
+        else:  # no code runs in the engine
+            traces = [None] * len(invokes)
         shared: dict[Any, Any] = {}
-        requests = []
-        for invoke, ids, trace, plan, found, weights in zip(
-            invokes, prompts, traces, plans, lowered, constants, strict=True
-        ):
-            rows, ending = None, None
-            if found is not None and invoke.program is not None:
-                ending = found.ending(tier, len(ids))
-            if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
-                rows = self._receiver(plan, invoke.params.get("n", 1), invoke, ending if tier is Tier.CLIENT else None)
-            params = _params(invoke, trace, plan, rows, shared)
-            salt = secrets.token_hex(8) if trace is not None else None
-            weights = {**weights, **code.weights} if code is not None and trace is not None else weights
-            text = invoke.prompt if isinstance(invoke.prompt, str) else None
-            requests.append(
-                EngineRequest(
-                    launch.engine_prompt(ids, text, salt), params, trace, plan, rows, invoke.answers, ending, weights
-                )
-            )
-        return requests
+        each = zip(invokes, prompts, traces, call.plans, call.weights, call.endings, strict=True)
+        return [self._request(call.tier, code, shared, *parts) for parts in each]
+
+    def _lowered(
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], lowering: Lowering, in_the_engine: bool
+    ) -> _LoweredCall | None:
+        """The call with plans that do the work of its traces. None if the traces have to run in the forward.
+
+        Args:
+            in_the_engine: whether the engine has to run code that is not part of a plan.
+        """
+        own = [invoke.plan or Plan() for invoke in invokes]
+        if lowering.tier is Tier.FORWARD or (any(own) and not lowering.stands_beside(own, self.num_layers)):
+            return None
+        if in_the_engine or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
+            lowering = lowering.in_the_engine()
+        held = [plan.held for plan in lowering.plans]
+        planned = [replace(invoke, plan=mine + its) for invoke, mine, (its, _) in zip(invokes, own, held, strict=True)]
+        try:
+            plans = self.planner.prepare_all(planned, prompts)
+        except PlanError:
+            if not any(own):
+                raise
+            return None  # too much for one plan, or the caller's own plan is wrong
+        weights = [{digest: Weight(data, digest) for digest, data in numbers.items()} for _, numbers in held]
+        endings: list[Ending | None] = [None] * len(invokes)
+        for i, found in enumerate(lowering.each):
+            if invokes[i].program is not None:
+                endings[i] = found.ending(lowering.tier, len(prompts[i]))
+        return _LoweredCall(lowering.tier, plans, weights, endings)
+
+    def _request(
+        self,
+        tier: Tier,
+        code: ShippedCode | None,
+        shared: dict[Any, Any],
+        invoke: Invoke,
+        ids: list[int],
+        trace: TraceRequest | None,
+        plan: PreparedPlan | None,
+        weights: Mapping[str, Weight],
+        ending: Ending | None,
+    ) -> EngineRequest:
+        """One request. `shared` is as of `_params`."""
+        rows = None
+        if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
+            rows = self._receiver(plan, invoke.params.get("n", 1), invoke, ending if tier is Tier.CLIENT else None)
+        salt = secrets.token_hex(8) if trace is not None else None
+        text = invoke.prompt if isinstance(invoke.prompt, str) else None
+        if code is not None and trace is not None:
+            weights = {**weights, **code.weights}
+        params = _params(invoke, trace, plan, rows, shared)
+        prompt = launch.engine_prompt(ids, text, salt)
+        return EngineRequest(prompt, params, trace, plan, rows, invoke.answers, ending, weights)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool
@@ -331,15 +363,17 @@ class VLLM(DescribedModel):
         )
         return requests_of(code, samples, together, streamed)
 
-    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke, here: Ending | None = None) -> RowReceiver:
+    def _receiver(
+        self, plan: PreparedPlan, samples: int, invoke: Invoke, trace_ending: Ending | None = None
+    ) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
         plan = plan if invoke.record is None else replace(plan, routes=NO_ROUTES)
-        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, here)
+        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, trace_ending)
 
     def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:
-        """A server's request. vLLM's server has made its prompt, which has token ids, and its SamplingParams; they are not changed.
+        """A request of a server. vLLM's server has made its prompt, with token ids, and its SamplingParams. They are not changed.
 
-        Raises PlanError for a plan that cannot be done on this model, or to this prompt.
+        Raises PlanError for a plan that cannot be carried out on this model or prompt.
         """
         (invoke,) = self._with_plan([invoke])
         plan = self.planner.prepare(
@@ -354,7 +388,7 @@ class VLLM(DescribedModel):
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:
-    """The invoke with the plan of its `extra_args`, if they have one, as its plan.
+    """The invoke, with the plan of its `extra_args` as its own plan.
 
     Raises PlanError if it has another plan, ParameterError if `extra_args` is no dict.
     """
@@ -378,7 +412,7 @@ def _params(
     rows: RowReceiver | None,
     shared: dict[Any, Any],
 ) -> Any:
-    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has those made so far."""
+    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has the present objects."""
     if trace is not None:
         return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke, trace.is_behind)
     same = (id(invoke.params), id(invoke.answers))
@@ -386,7 +420,7 @@ def _params(
         shared[same] = _sampling_params(invoke, None)
     if plan is None:
         return shared[same]
-    if rows is not None:  # its rows have an address of their own
+    if rows is not None:  # the rows have their own address
         return _with_plan(copy.copy(shared[same]), plan, rows, invoke)
     if (same, plan.plan) not in shared:
         shared[same, plan.plan] = _with_plan(copy.copy(shared[same]), plan, None, invoke)

@@ -1,4 +1,4 @@
-"""A `vllm.LLM` as coroutines use it: whenever all of them wait, it makes a step."""
+"""Runs coroutines on a `vllm.LLM`: whenever all of them wait, the engine makes a step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from midstream.engine import launch
 
 @dataclass(eq=False)
 class _Submission:
-    """A request on its way. `output` gets its last output."""
+    """A submitted request. `output` gets its last output."""
 
     prompt: dict[str, Any]
     params: Any
     output: asyncio.Future[Any]
-    name: str = ""  # vLLM's, once it is submitted
+    name: str = ""  # vLLM's id, after it was submitted
 
 
 class Stepper:
-    """Runs coroutines for callers without an event loop, on the caller's thread, and the requests that they make on a `vllm.LLM`."""
+    """Runs coroutines for callers without an event loop, on the caller's thread, and their requests on a `vllm.LLM`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -44,7 +44,7 @@ class Stepper:
             try:
                 return self._loop.run_until_complete(task)
             except BaseException:
-                if not task.done():  # the user has interrupted it, maybe because a trace of theirs does not end
+                if not task.done():  # the user has interrupted it, perhaps because a trace does not end
                     task.cancel()
                     self._is_interrupted = True
                     with contextlib.suppress(asyncio.CancelledError):
@@ -54,7 +54,7 @@ class Stepper:
                 self._is_interrupted = False
 
     def follow(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Run a coroutine that goes on during steps, in which the engine may wait for it."""
+        """Run a coroutine on another thread, so that it continues during steps. The engine may wait for it in a step."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._rows), loop=self._loop)
 
     async def generate(self, prompt: dict[str, Any], params: Any) -> AsyncGenerator[Any]:
@@ -105,14 +105,14 @@ class Stepper:
 
 
 class _Selector(selectors.DefaultSelector):
-    """An event loop asks its selector to wait when no coroutine can go on."""
+    """A selector that makes a step when the event loop asks it to wait. The loop does so when all coroutines wait."""
 
     def __init__(self, step: Callable[[], bool]) -> None:
         super().__init__()
         self._step = step
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As of selectors, with a step of the engine in place of the waiting."""
+        """As in `selectors`, with a step of the engine in place of waiting."""
         if (timeout is None or timeout > 0) and self._step():
             timeout = 0
         return super().select(timeout)
@@ -120,7 +120,7 @@ class _Selector(selectors.DefaultSelector):
 
 @contextlib.contextmanager
 def _no_running_loop() -> Iterator[None]:
-    """Take the event loop off this thread that the caller may run on it, as a notebook does, so that another can run."""
+    """A block in which this thread has no running event loop, so that another loop can run. A notebook, for example, runs one."""
     loop = asyncio._get_running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     if loop is not None and task is not None:

@@ -16,6 +16,7 @@ from midstream.capture.rows import Captured
 from midstream.engine import launch
 from midstream.errors import (
     NOT_FINITE,
+    CaptureError,
     ChannelClosedError,
     EngineClosedError,
     MidstreamError,
@@ -29,22 +30,22 @@ from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
 from midstream.trace.outcome import STOPPED, Outcome, put_results
 from midstream.transport.receiver import Mailbox
-from midstream.transport.wire import Header
-from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index
+from midstream.transport.wire import ResultHeader
+from midstream.vllm.captures import RESULT_SECONDS, sample_index
 from midstream.vllm.engine import EngineConnection, EngineRequest
 
-_SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
-_LONG_SECONDS = 0.002  # a reading that takes longer is done on another thread the next time
+_SINK_THREADS = 1024  # the number of requests that can wait for their sinks at a time
+_LONG_SECONDS = 0.002  # if reading saved values takes longer, the next reading runs on another thread
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
-_StageMessage = tuple[Header, list[Outcome]]
+_StageMessage = tuple[ResultHeader, list[Outcome]]
 
 
 class EngineStream(OutputStream):
     """The outputs of requests on a vLLM engine.
 
     Args:
-        prepare: returns the requests; called when the engine has started.
+        prepare: returns the requests. It is called when the engine has started.
         ended: called with 1 as each request ends.
     """
 
@@ -96,7 +97,7 @@ class EngineStream(OutputStream):
             await self._connection.drop(requests)
 
     async def _single(self, request: RunningRequest) -> AsyncGenerator[Item]:
-        """The outputs of one request, without a task and a queue, which cost each token something too."""
+        """The outputs of one request, without a task and a queue: these would cost time at each token."""
         try:
             async with request.submitted() as stream:
                 while self._error is None:
@@ -111,20 +112,20 @@ class EngineStream(OutputStream):
                 raise
             typing.cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
         except Exception as error:
-            self._connection.failed(error)
+            self._connection.note_failure(error)
             raise
         raise self._error
 
     async def _merged(self, each: Sequence[RunningRequest]) -> AsyncGenerator[Item]:
         """The outputs of several requests as they come."""
         tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(each)]
-        left = len(tasks)
+        running = len(tasks)
         try:
-            while left:
+            while running:
                 item = await self._queue.get()
                 if isinstance(item, BaseException):
                     raise item
-                left -= item[2] is not None
+                running -= item[2] is not None
                 yield item
         finally:
             for task in tasks:
@@ -139,7 +140,7 @@ class EngineStream(OutputStream):
                     result = None if request.passes(output) else await request.take(output)
                     self._queue.put_nowait((index, output, result))
         except Exception as error:
-            self._connection.failed(error)
+            self._connection.note_failure(error)
             self._queue.put_nowait(error)
 
 
@@ -155,7 +156,7 @@ class RunningRequest:
     ) -> None:
         self._request, self._row_box, self._connection = request, rows, connection
         self._samples: int = request.params.n
-        self._has_saves, self._saves = saves is not None, _Saves(saves, self._samples, connection.stages)
+        self._has_saves, self._saves = saves is not None, _StageSaves(saves, self._samples, connection.stages)
         self._generated = [0] * self._samples
         self._seen: dict[int, Any] = {}  # the last output of each sample
         self._answers: dict[str | int, float] | None = None
@@ -167,28 +168,28 @@ class RunningRequest:
         )
 
     def skip_to_the_last(self) -> None:
-        """Have vLLM give the last output alone, if nothing else comes with those before: rows, or values that are saved so far."""
+        """Have vLLM return only the last output, unless earlier outputs come with captured rows or saved values."""
         params = self._request.params
         if self._request.rows is None and not self._has_saves and params.output_kind.name == "CUMULATIVE":
             params.output_kind = type(params.output_kind).FINAL_ONLY
 
     @contextlib.asynccontextmanager
     async def submitted(self) -> AsyncIterator[AsyncGenerator[Any]]:
-        """Run on the engine in the block, which gets vLLM's outputs. Leaving it early aborts the request."""
-        with launch.own_errors(self._connection.engine):
+        """A block in which the request runs on the engine. Yields vLLM's outputs. Leaving the block early aborts the request."""
+        with launch.translated_errors(self._connection.engine):
             stream = self._connection.generate(self._request)
             async with self.followed(stream):
                 yield stream
 
     async def outputs(self, stream: AsyncGenerator[Any]) -> AsyncGenerator[tuple[Any, InvokeResult | None]]:
-        """The outputs of a stream of vLLM's, with saves, captures and answers on them, and with the last one the result."""
+        """The outputs of vLLM's stream, with saves, captures and answers on them. The last one comes with the result."""
         async with self.followed(stream):
             async for output in stream:
                 yield output, None if self.passes(output) else await self.take(output)
 
     @contextlib.asynccontextmanager
     async def followed(self, stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
-        """A block that iterates over a stream of vLLM's, whose captured rows are taken meanwhile. Closes the stream."""
+        """A block that iterates over vLLM's stream, while captured rows are taken. Closes the stream."""
         async with contextlib.aclosing(stream):
             if self._request.rows is None or self._row_box is None:
                 yield
@@ -201,14 +202,14 @@ class RunningRequest:
                 await asyncio.gather(self._following, return_exceptions=True)
 
     def passes(self, output: Any) -> bool:
-        """Whether an output before the last has nothing of midstream's. It gets the attributes all the same."""
+        """Whether `output` needs no `take`: it is not the last, and the request has no saves, captures and answers."""
         if output.finished or not self._is_plain:
             return False
         output.saves, output.captures, output.answers = {}, None, {}
         return True
 
     async def take(self, output: Any) -> InvokeResult | None:
-        """Put what belongs to an output on it. Returns the result with the last one."""
+        """Put saves, captures and answers on an output. Returns the result with the last output, else None."""
         self._seen.update((sample.index, sample) for sample in output.outputs)
         self._count(output)
         if output.finished and len(self._seen) == self._samples > 1:  # vLLM streams samples one by one
@@ -225,7 +226,7 @@ class RunningRequest:
         return result
 
     def _count(self, output: Any) -> None:
-        """Count the tokens of each sample: their rows are the user's."""
+        """Count the tokens of each sample. Their rows are final."""
         is_delta = self._request.params.output_kind.name == "DELTA"
         for sample in output.outputs:
             before = self._generated[sample.index] if is_delta else 0
@@ -240,11 +241,11 @@ class RunningRequest:
         while not following.done():
             done, _ = await asyncio.wait([following], timeout=RESULT_SECONDS)
             if not done and not rows.has_progressed():
-                raise rows_missing()
+                raise CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
         following.result()
         put = partial(put_captures, result, self._request, self._generated)
-        # Sinks and a trace's code may take long, and an async engine's event loop serves others, too.
-        if self._connection.is_async and (rows.has_sinks or rows.here is not None):
+        # Sinks and a trace's code may take long, and an async engine's event loop serves other requests.
+        if self._connection.is_async and (rows.has_sinks or rows.trace_ending is not None):
             await asyncio.get_running_loop().run_in_executor(_pool(), put)
         else:
             put()
@@ -252,18 +253,18 @@ class RunningRequest:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads that wait for sinks in place of the event loop: one for each request, so that none waits for another's sink."""
+    """Threads that wait for sinks in place of the event loop: one for each request, so that requests do not wait for each other."""
     return ThreadPoolExecutor(_SINK_THREADS, "midstream-waits")
 
 
-class _Saves:
-    """The saved values of one request, as its pipeline stages send them: snapshots of each sample, then the final values."""
+class _StageSaves:
+    """The saved values of one request. Each pipeline stage sends snapshots of each sample, and then the final values."""
 
     def __init__(self, box: Mailbox | None, samples: int, stages: int) -> None:
         self._box = box
         self._samples, self._stages = samples, stages
-        self._took = 0.0  # the last reading, in seconds
-        # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
+        self._took = 0.0  # seconds of the last reading
+        # By sample and stage, in the order of the steps. Messages from before the last complete step are dropped.
         self._received: dict[int, dict[int, list[_StageMessage]]] = {}
 
     async def latest(self) -> Any:
@@ -289,14 +290,14 @@ class _Saves:
             try:
                 self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
             except ChannelClosedError as error:
-                raise results_lost(error) from error
+                raise EngineClosedError(f"The engine has gone before a trace's results came: {error}") from error
         return merge_stages([each[-1] for each in self._each()], self._samples)
 
     def _each(self) -> list[list[_StageMessage]]:
         return [each for stages in self._received.values() for each in stages.values()]
 
     def _at_one_step(self) -> list[_StageMessage]:
-        """The latest messages of all stages about one step, for the samples for which every stage has sent a message."""
+        """The messages of the last step for which all stages have sent one, for each sample that has such a step."""
         found = []
         for stages in self._received.values():
             if len(stages) == self._stages:
@@ -321,7 +322,7 @@ def _step(message: _StageMessage) -> int:
 
 
 def graded(output: Any, answers: Answers) -> dict[str | int, float] | None:
-    """The answers' log-probabilities, in nats; None if the output has no first token."""
+    """The log-probability of each answer, in nats; None if the output has no first token."""
     if not answers:
         return {}
     if not (logprobs := output.outputs[0].logprobs):
@@ -330,7 +331,7 @@ def graded(output: Any, answers: Answers) -> dict[str | int, float] | None:
 
 
 def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int]) -> None:
-    """Put the captures of a request that has ended on its output, or the error on its result. All its rows have come.
+    """Put the captures of an ended request on its output, or the error on its result. All its rows have come.
 
     Args:
         counts: the number of tokens of each sample.
@@ -339,11 +340,11 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
     output.captures = None
     if rows is not None:
         rows.end(counts)
-    outcomes: list[Outcome] = []  # of a trace without code in the engine; none of them has `tracer.result`
+    outcomes: list[Outcome] = []  # of a trace whose code did not run on the engine; they never hold `tracer.result`
     try:
         _raise_if_refused(output)
         captures: Any = Captured(output.request_id)
-        if rows is not None and rows.here is not None:
+        if rows is not None and rows.trace_ending is not None:
             outcomes = [rows.outcome(*counts)]
         elif rows is not None:
             captures = rows.result(counts)
@@ -363,10 +364,6 @@ def _raise_if_refused(output: Any) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
             raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
-
-
-def results_lost(error: ChannelClosedError) -> MidstreamError:
-    return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
 
 
 def merge_stages(messages: Iterable[_StageMessage], samples: int) -> list[list[Outcome]]:
