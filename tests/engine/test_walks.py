@@ -21,9 +21,9 @@ from midstream import VLLM, Capture, Plan, Steer
 PACKAGE = Path(midstream.__file__).parent
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 # Files that import nothing of midstream are its vocabulary, and no stations on the way.
-VOCABULARY = {"errors.py", "hooks.py", "lazy.py", "progress.py", "queues.py", "settings.py", "sites.py", "tree.py"}
+VOCABULARY = {"errors.py", "hooks.py", "progress.py", "queues.py", "settings.py", "sites.py", "tree.py"}
 ONLY_WITH_GRAPHS = {"engine/recording.py", "runtime/kernel.py"}
-MOST = {"plan": 45, "trace": 45}
+MOST = {"plan": 46, "trace": 55}  # so that the ways get no longer
 
 
 class Walk:
@@ -103,5 +103,5 @@ def test_the_way_of_a_trace_is_the_one_in_the_architecture(model: VLLM, walk: Wa
     with walk.of_this_thread():
         last = run("The capital of Italy is")
     assert last.shape == (model.hidden_size,)
-    told = named("The life of a trace")
+    told = named("The life of a trace", lambda text: re.findall(r"^1\. .*?\n\n", text, re.M | re.S)[0])
     compare(walk, told, "trace")
