@@ -22,7 +22,9 @@ class Engine:
         self.steps = 0
         self.at_step: Callable[[], None] = lambda: None
         self._left: dict[str, int] = {}
+        self.has_sent = False  # whether outputs have come from the engine's process
         self.llm_engine = self
+        self.engine_core = SimpleNamespace(outputs_queue=SimpleNamespace(empty=lambda: not self.has_sent))
 
     def enqueue(self, prompts: list[Any], params: list[int], use_tqdm: bool) -> list[str]:
         if "wrong" in prompts:
@@ -74,6 +76,25 @@ def test_requests_that_are_made_together_are_submitted_together(llm: Engine, ste
     assert llm.submitted == [["a", "b"]] and llm.steps == 3
     assert stepper.finish(last(stepper, "c", 2)) == "1.0"
     assert llm.steps == 5 and not llm.aborted
+
+
+@pytest.mark.parametrize("has_sent", [True, False])
+def test_outputs_that_have_come_are_taken_while_a_coroutine_works(
+    llm: Engine, stepper: Stepper, has_sent: bool
+) -> None:
+    """A sweep would otherwise have no cell before all of its requests are prepared. Waiting for outputs would hold up the work."""
+    llm.has_sent = has_sent
+
+    async def work() -> bool:
+        request = asyncio.ensure_future(last(stepper, "a", 1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        came = request.done()
+        await request
+        return came
+
+    assert stepper.finish(work()) is has_sent
+    assert llm.steps == 1
 
 
 def test_a_request_that_is_made_while_others_run_joins_them(llm: Engine, stepper: Stepper) -> None:

@@ -343,6 +343,12 @@ def step(llm: Any) -> list[Any]:
         return [output for output in llm.llm_engine.step() if output.finished]
 
 
+def has_outputs(llm: Any) -> bool:
+    """Whether the engine's process has sent outputs, so that `step` returns at once. False for an engine in this process."""
+    outputs = getattr(llm.llm_engine.engine_core, "outputs_queue", None)
+    return outputs is not None and not outputs.empty()
+
+
 def abort(llm: Any, names: list[str]) -> None:
     """Abort requests by their ids."""
     # The caller's own error matters more than an error here, and a dead engine has dropped the requests.

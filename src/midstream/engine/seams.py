@@ -134,6 +134,8 @@ _FRONT_END = (
     Seam("vllm.v1.engine.core_client.SyncMPClient", READS, "midstream.engine.launch.wake_waiting_callers",
          "vLLM leaves callers waiting when the engine's process is killed (0.26 to 0.33); midstream puts the error into their queues.",
          members="resources; outputs_queue; utility_results"),
+    Seam("vllm.v1.engine.core_client.SyncMPClient", READS, "midstream.engine.launch.has_outputs",
+         "Tells whether the engine's process has sent outputs.", members="outputs_queue"),
     Seam("vllm.v1.engine.core_client.BackgroundResources", READS, "midstream.engine.launch.wake_waiting_callers",
          "Says whether vLLM knows that the engine is dead.", members="engine_dead"),
     Seam("vllm.v1.engine.exceptions.EngineDeadError", CALLS, "midstream.engine.launch.wake_waiting_callers",

@@ -1,4 +1,4 @@
-"""Runs coroutines on a `vllm.LLM`: whenever all of them wait, the engine makes a step."""
+"""Runs coroutines on a `vllm.LLM`: the engine makes a step when all of them wait, and when its process has sent outputs."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Stepper:
                 request.name = name
                 self._running[name] = request
 
-    def _step(self) -> bool:
-        """Make a step if there are requests. Returns whether there were."""
-        if not self._running or self._is_interrupted:
+    def _step(self, waits: bool) -> bool:
+        """Make a step if there are requests, and if all coroutines wait or the step takes no time. Returns whether it did."""
+        if not self._running or self._is_interrupted or not (waits or launch.has_outputs(self._llm)):
             return False
         try:
             outputs = launch.step(self._llm)
@@ -105,15 +105,19 @@ class Stepper:
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that makes a step when the event loop asks it to wait. The loop does so when all coroutines wait."""
+    """A selector that may make a step whenever the event loop asks it for events.
 
-    def __init__(self, step: Callable[[], bool]) -> None:
+    Args:
+        step: called with whether the loop asks it to wait, as it does when all coroutines wait. Returns whether it made a step.
+    """
+
+    def __init__(self, step: Callable[[bool], bool]) -> None:
         super().__init__()
         self._step = step
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """As in `selectors`, with a step of the engine in place of waiting."""
-        if (timeout is None or timeout > 0) and self._step():
+        if self._step(timeout is None or timeout > 0):
             timeout = 0
         return super().select(timeout)
 
