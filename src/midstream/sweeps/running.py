@@ -577,6 +577,7 @@ class SweepTurns:
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._used = 0  # tokens
+        self._giving: asyncio.AbstractEventLoop | None = None  # will give the next turn
         # By sweep, in the order of their next turns: the waiting groups, each with its tokens.
         self._waiting: dict[object, deque[tuple[asyncio.Future[None], int]]] = {}
 
@@ -589,7 +590,7 @@ class SweepTurns:
         """A block that runs in the turn of a group of `sweep`. A group that is larger than the limit runs alone."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sweep, deque()).append((turn, tokens))
-        self._give()
+        self._give_soon()
         try:
             await turn
             yield
@@ -598,21 +599,33 @@ class SweepTurns:
                 self._used -= tokens
             else:
                 turn.cancel()
-            self._give()
+            self._give_soon()
+
+    def _give_soon(self) -> None:
+        """Give one turn in each of the next iterations of the event loop, as long as there is room.
+
+        A group's requests are then sent while the groups after it are prepared. If all turns were given at once, all groups would be
+        prepared first.
+        """
+        loop = asyncio.get_running_loop()
+        if self._waiting and self._giving is not loop:
+            self._giving = loop
+            loop.call_soon(self._give)
 
     def _give(self) -> None:
-        while self._waiting:
-            sweep, groups = next(iter(self._waiting.items()))
-            turn, tokens = groups[0]
-            if not turn.cancelled() and self._used and self._used + tokens > _BATCHES * self._batch:
-                return
-            groups.popleft()
-            del self._waiting[sweep]
-            if groups:
-                self._waiting[sweep] = groups  # after the others
-            if not turn.cancelled():
-                self._used += tokens
-                turn.set_result(None)
+        self._giving = None
+        sweep, groups = next(iter(self._waiting.items()))
+        turn, tokens = groups[0]
+        if not turn.cancelled() and self._used and self._used + tokens > _BATCHES * self._batch:
+            return
+        groups.popleft()
+        del self._waiting[sweep]
+        if groups:
+            self._waiting[sweep] = groups  # after the others
+        if not turn.cancelled():
+            self._used += tokens
+            turn.set_result(None)
+        self._give_soon()
 
 
 class SweepStream:
