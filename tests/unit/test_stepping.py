@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -78,22 +79,23 @@ def test_requests_that_are_made_together_are_submitted_together(llm: Engine, ste
     assert llm.steps == 5 and not llm.aborted
 
 
-@pytest.mark.parametrize("has_sent", [True, False])
-def test_outputs_that_have_come_are_taken_while_a_coroutine_works(
-    llm: Engine, stepper: Stepper, has_sent: bool
+@pytest.mark.parametrize(("has_sent", "pause", "takes"), [(True, 0, True), (False, 0, False), (False, 0.01, True)])
+def test_a_coroutine_that_works_does_not_keep_the_outputs_of_others(
+    llm: Engine, stepper: Stepper, has_sent: bool, pause: float, takes: bool
 ) -> None:
-    """A sweep would otherwise have no cell before all of its requests are prepared. Waiting for outputs would hold up the work."""
+    """A sweep would otherwise have no cell before all of its requests are prepared. A step that has to wait is made after 50 ms."""
     llm.has_sent = has_sent
 
     async def work() -> bool:
         request = asyncio.ensure_future(last(stepper, "a", 1))
         for _ in range(20):
+            time.sleep(pause)
             await asyncio.sleep(0)
         came = request.done()
         await request
         return came
 
-    assert stepper.finish(work()) is has_sent
+    assert stepper.finish(work()) is takes
     assert llm.steps == 1
 
 

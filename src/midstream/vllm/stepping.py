@@ -1,4 +1,4 @@
-"""Runs coroutines on a `vllm.LLM`: the engine makes a step when all of them wait, and when its process has sent outputs."""
+"""Runs coroutines on a `vllm.LLM`: a step is made when all of them wait, when the engine has sent outputs, and after some time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import selectors
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from midstream.engine import launch
+
+_PATIENCE = 0.05  # seconds that coroutines may work without a step. vLLM's process begins no step while requests come without a pause
 
 
 @dataclass(eq=False)
@@ -36,6 +39,7 @@ class Stepper:
         self._new: list[_Submission] = []
         self._running: dict[str, _Submission] = {}  # by name
         self._is_interrupted = False
+        self._stepped = 0.0  # when the last step ended, or when the first of the running requests was submitted
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The coroutine's result. Calls from several threads run one after the other."""
@@ -76,13 +80,18 @@ class Stepper:
         except Exception as error:
             _fail(requests, error)
         else:
+            if not self._running:
+                self._stepped = time.monotonic()
             for name, request in zip(names, requests, strict=True):
                 request.name = name
                 self._running[name] = request
 
     def _step(self, waits: bool) -> bool:
-        """Make a step if there are requests, and if all coroutines wait or the step takes no time. Returns whether it did."""
-        if not self._running or self._is_interrupted or not (waits or launch.has_outputs(self._llm)):
+        """Make a step if it is time for one. Returns whether it did. `waits`: whether all coroutines wait."""
+        if not self._running or self._is_interrupted:
+            return False
+        is_late = time.monotonic() - self._stepped > _PATIENCE
+        if not (waits or is_late or launch.has_outputs(self._llm)):
             return False
         try:
             outputs = launch.step(self._llm)
@@ -94,6 +103,7 @@ class Stepper:
                 request = self._running.pop(output.request_id, None)
                 if request is not None and not request.output.done():
                     request.output.set_result(output)
+        self._stepped = time.monotonic()
         return True
 
     def close(self) -> None:
