@@ -5,7 +5,6 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +56,8 @@ def prompt_of(plain: Plain, count: int) -> list[int]:
     return (plain.ids(TEXT) * 6)[:count]
 
 
-vector = functools.partial(plan_cases.vector, norm=150.0)
+def vector(seed: int = 0, norm: float = 150.0, width: int = HIDDEN) -> torch.Tensor:
+    return plan_cases.vector(seed, norm, width)
 
 
 def patch(position: int | list[int], seed: int = 0, layer: int = 1) -> Patch:

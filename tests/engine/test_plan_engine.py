@@ -5,7 +5,6 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,8 @@ def chunked() -> Iterator[VLLM]:
         yield model
 
 
-vector = functools.partial(plan_cases.vector, norm=40.0)
+def vector(seed: int = 0, norm: float = 40.0, width: int = HIDDEN) -> torch.Tensor:
+    return plan_cases.vector(seed, norm, width)
 
 
 def on_rows(rows: Any, change: Any) -> Any:

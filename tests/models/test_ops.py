@@ -98,7 +98,7 @@ def test_what_register_refuses() -> None:
         site: str
 
     for wrong in (Steer, type("Loose", (Edit,), {"kind": "loose", "order": 1}), int):
-        with pytest.raises(ValueError, match=r"taken by Steer|has to be a frozen dataclass"):
+        with pytest.raises(ValueError, match=r"taken by Steer|must be a frozen dataclass"):
             register(wrong)  # type: ignore[type-var]
     assert kinds()["steer"].__module__ == "midstream.plan.ops.steer"
 
