@@ -1,6 +1,6 @@
 """Engine settings, which travel in vLLM's `additional_config`.
 
-They are part of vLLM's config hash, and so of the compile cache's key. So they must be the same at every start.
+They are part of vLLM's config hash, and therefore of the key of its compile cache. So their values must be the same at every start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Records one forward pass: when each module was called, with which tensors, and the tensors that it returned.
 
-`arch` asks where a tensor came from and where it went. Values cannot answer that (attention may return zeros in a dummy run), so tensors
-are identified by their memory. The probe keeps every tensor alive, so that no address is used twice. Engines also overwrite buffers in
-place. So the probe takes snapshots of the tensors of the modules in `watch`, and two leaves are the same value only if their snapshots
+`arch` asks where a tensor came from and where it went. Equal values do not show that (attention may return zeros in a dummy run), so
+tensors are identified by their memory. The probe keeps every tensor alive, so that no address is used twice. Engines also overwrite buffers
+in place. So the probe takes snapshots of the tensors of the modules in `watch`, and two leaves are the same value only if their snapshots
 agree as well. `plant` replaces the outputs of some modules by known values, so that snapshots differ.
 """
 

@@ -5,7 +5,7 @@
     captures["resid_post", 14]              # CPU tensor [positions, hidden]
     captures.positions["resid_post", 14]    # [0, 1, 2, ...]
 
-No row is lost silently: a row that arrives twice, or is selected and does not arrive, raises `CaptureError`.
+No row is lost silently: a row that arrives twice, or a selected row that does not arrive, raises `CaptureError`.
 """
 
 from __future__ import annotations

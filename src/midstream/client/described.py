@@ -1,4 +1,4 @@
-"""A model in other processes, as its client sees it outside of traces: by the description from its workers."""
+"""The client's view, outside of traces, of a model in other processes. It is made from a description that the workers send."""
 
 from __future__ import annotations
 

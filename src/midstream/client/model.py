@@ -277,13 +277,13 @@ class TraceModel(Sizes):
                 `LanguageModel` runs the block once on their batch, so that values have a batch axis; the other models run it for each
                 prompt, and a saved name has the list of its values.
             plan: interventions that run together with the block; at a site, the plan's edits come before the block's.
-            edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name always
-                run.
-            trace: False returns the output, without a with-statement; a list of them for a list of prompts.
+            edits: the edits to run: names of the model's edits, or edited views. None runs all of the model's edits. Edits without a name
+                always run.
+            trace: False returns the output, without a with-statement; for a list of prompts, a list of outputs.
             progress: as in `generate`.
             params: sampling parameters: `max_tokens` (default 1), `temperature` and so on. Decoding is greedy unless `temperature`,
                 `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel` also
-                `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single one.
+                `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single forward.
 
         Raises:
             PromptError: an empty prompt, one that does not fit into one step, or a chat without a chat template.
@@ -434,7 +434,7 @@ class TraceModel(Sizes):
 
         Raises:
             CaptureError: the directory contains captures of another model or plan, another prompt under one of these ids, or one of these
-                prompts from a call with `ids` where this one has none, or the other way round. Nothing has been run. Also raised if some
+                prompts from a call with `ids` although this call has none, or the reverse. Nothing has been run. Also raised if some
                 captured rows were not written.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
@@ -477,7 +477,7 @@ class TraceModel(Sizes):
         return Session()
 
     def scan(self, prompt: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Tracer:
-        """`with model.scan(prompt):` is `model.trace(prompt)`: values have the shapes that nnsight's scan shows, and are real."""
+        """`with model.scan(prompt):` is `model.trace(prompt)`. Values have the shapes that nnsight's scan shows, but the model runs."""
         return self.trace(prompt, **params)
 
     def record(
@@ -616,14 +616,14 @@ class TraceModel(Sizes):
             with edited.trace(prompt): ...          # with the edit
             with model.trace(prompt): ...           # without
 
-        The view has the same weights, engine, vectors and runs. Values that the block saves are in `saves` of each request's output: a list
-        of them if it has saved a name in several steps. Edits run in the order in which they were made.
+        The view has the same weights, engine, vectors and runs. Values that the block saves are in `saves` of each request's output. If the
+        block saves a name in several steps, its value there is a list. Edits run in the order in which they were made.
 
         With two names, `with model.edit() as (tracer, edited):`, the block has a tracer; `edited.clear()` removes the edit. As in nnsight,
         this form edits the model itself on `VLLM` and `Remote`, as with `inplace=True`.
 
         Args:
-            name: for `clear_edits`, and for requests that choose edits. It replaces an edit of that name, with a warning.
+            name: for `clear_edits`, and for requests that choose edits. An older edit of that name is replaced, with a warning.
             inplace: edit the model itself, `with model.edit(inplace=True):`. The target, if there is one, is a tracer.
         """
         return EditContext(self, name, inplace)

@@ -1,1 +1,1 @@
-"""Commands of the program `midstream` that are no part of the library: `demo` and `compare`."""
+"""The commands `demo` and `compare` of the program `midstream`. The library does not use them."""

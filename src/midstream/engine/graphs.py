@@ -1,9 +1,9 @@
 """How steps run (with CUDA graphs, compiled without them, or uncompiled), and the sites inside compiled code.
 
-A forward hook at each built-in site calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step the op returns
-at once, and the graphs that vLLM records do not contain it. `recording` records graphs with the plans' kernel; steps in which a plan acts
-replay them. In a step with traces that use only built-in sites, the op hands the residual stream to the interleaver from compiled code.
-Such a step runs compiled, without full graphs.
+A forward hook at each built-in site calls one opaque custom op, which Dynamo traces into the compiled graph. In a step without plans and
+traces, the op returns at once, and the graphs that vLLM records do not contain it. `recording` records graphs with the plans' kernel; steps
+in which a plan acts replay them. In a step with traces that use only built-in sites, the op hands the residual stream to the interleaver
+from compiled code. Such a step runs compiled, without full graphs.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def engine_arguments(
 
     Args:
         plan: applies to every request, before its own plan; a `Plan` or a list of interventions, whose captures have `to=`.
-        graph_sites, graph_bytes, record_bytes, rename: as for `midstream.VLLM`, which needs none of these arguments.
+        graph_sites, graph_bytes, record_bytes, rename: as for `midstream.VLLM`. (You do not need this function for `midstream.VLLM`.)
 
     Raises:
         PlanError: `plan` is not a plan, or has parts that cannot be sent to an engine.

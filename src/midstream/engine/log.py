@@ -1,8 +1,8 @@
 """vLLM's log in a file, and one line that shows the progress of an engine's start.
 
-Processes inherit file descriptors 1 and 2. While the engine starts, they belong to the file. Then this process gets its own back, and the
-engine's processes keep the file. Prints of the user's code in the workers, as in a trace, come back through pipes in the directory of
-the engine's sockets.
+Processes inherit file descriptors 1 and 2. While the engine starts, both descriptors point to the file. Afterwards this process restores
+its own descriptors, and the engine's processes still write to the file. Prints of the user's code in the workers, as in a trace, come back
+through pipes in the directory of the engine's sockets.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 or of a class for a while. Each replacement has a row in the table of `seams`. No other code of midstream assigns to a module, class or
 method of vLLM; a test checks that.
 
-`follow_parent` leaves Ctrl-C to the client. A terminal or a notebook sends SIGINT to all processes of a group, and vLLM's engine process
-would end in the middle of the request that the user interrupts. If the client is killed, vLLM's engine process would keep running, and the
-client's sockets would stay. A worker ends by the SystemExit that a signal handler raises; it is lost if it is raised in a trace's body.
-Seen on 0.32.
+`follow_parent` lets only the client handle Ctrl-C. A terminal or a notebook sends SIGINT to all processes of a group, and vLLM's engine
+process would end in the middle of the request that the user interrupts. If the client is killed, vLLM's engine process would keep running,
+and the client's sockets would stay. A worker ends by the SystemExit that a signal handler raises. If the handler runs during a trace's
+body, this SystemExit is lost (seen on 0.32).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""CUDA graphs with the plans' kernel in them, recorded by what acts in a step.
+"""CUDA graphs with the plans' kernel in them, recorded for the sites at which plans act in a step.
 
 vLLM records its graphs when the engine starts, without midstream's kernel. A step in which plans act needs graphs with the kernel at the
-sites at which they act, and at no other site, since every launch costs time. Such graphs are recorded when they are first needed: one batch
+sites at which they act, and at no other site, since every launch costs time. midstream records such graphs when they are needed: one batch
 size at a time, by vLLM's own code, between two steps. `ActingGraphs` keeps them, up to a number of bytes.
 
-Until the graph that a step needs is recorded, the step runs without full graphs. In mixed batches, and in such steps, vLLM replays a
+Until the graph for a step is recorded, the step runs without full graphs. In mixed batches, and in such steps, vLLM replays a
 separate graph for each piece of the forward between two attention calls. A piece in which a plan acts, or in which a trace waits, then runs
 from its compiled code, which calls the site op: see `PiecewiseGraphs`. Splitting the forward at each site as well would cost every mixed
 batch a tenth of a millisecond a layer, also without plans and traces.

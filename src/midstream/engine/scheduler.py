@@ -5,7 +5,8 @@
 - blocks of planned requests stay out of the prefix cache until the workers have accepted the plan;
 - KV blocks that a plan or a trace has changed are cleared before another request gets them.
 
-A traced request whose prompt does not fit into the coming step waits, and so do the later requests in the queue, so no request starves.
+If a traced request's prompt does not fit into the coming step, the request waits. All later requests in the queue also wait, so no request
+starves.
 Chunked prefill, prefix caching and async scheduling stay on.
 """
 

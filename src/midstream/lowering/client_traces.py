@@ -5,7 +5,7 @@
 
 A plan makes the trace's writes and captures the rows, or the results of programs (`plan.program`) on them. The recording of the code
 (`trace.record`) shows which values it saves: containers with stand-ins in them. Once a request has ended, its captured rows replace the
-stand-ins in the caller's process. Only a request that ended early needs another recording, with its number of steps.
+stand-ins in the caller's process. Only a request that ended early needs another recording, with the number of its steps.
 """
 
 from __future__ import annotations

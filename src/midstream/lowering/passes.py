@@ -1,4 +1,4 @@
-"""Finds the linear change that a recorded write makes to each row, if it is one.
+"""Finds the change that a recorded write makes to each row, if this change is linear.
 
     for rows, change in changes(write): ...     # `Steer.saying(change, ...)` and the other kinds make edits of it
 

@@ -1,11 +1,11 @@
-"""Makes programs (`plan.program`) of recorded tensors that are row-wise functions of a site's value.
+"""Makes programs (`plan.program`) from recorded tensors that are row-wise functions of a site's value.
 
     for rows, program, inputs in programs_of(write): ...           # raises NotRowwise, with the line and the reason
     tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
 
-The reader follows each tensor through the graph: which rows of the site's value it has, and on which axis (`lowering.row_tensors`). The
-rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording on its T tokens, and keeps
-rows apart, is right for any number of rows. So a recording of any length will do, even one of a single token.
+The reader follows each tensor through the graph: it notes which rows of the site's value the tensor has, and on which axis
+(`lowering.row_tensors`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording
+on its T tokens, and keeps rows apart, is right for any number of rows. So a recording of any length will do, even one of a single token.
 """
 
 from __future__ import annotations

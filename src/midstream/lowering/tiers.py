@@ -1,7 +1,7 @@
 """Decides where the code of a trace runs, by recording it (`trace.record`).
 
 If a plan can make all writes of a trace, the forward need not stop: the plan makes the writes, and the code, if it does more, runs on
-captured rows after the step. Otherwise, and in doubt, the code runs in the forward.
+captured rows after the step. Otherwise, and in all uncertain cases, the code runs in the forward.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Capture(Intervention):
             site's width whose result is a tuple. `plan.running.unpacked` separates the results. Only for `to=None`.
 
     Raises:
-        PlanError: a field is not as above.
+        PlanError: the value of a field is not allowed.
     """
 
     kind: ClassVar[str] = "capture"

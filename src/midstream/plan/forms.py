@@ -1,6 +1,6 @@
 """Which programs can run together: those that differ only in numbers and small vectors that a bank can hold.
 
-Such a number or vector is an argument of an entry-by-entry operation, or of a product with a vector.
+These numbers and vectors are arguments of elementwise operations, or of products with a vector.
 """
 
 from __future__ import annotations

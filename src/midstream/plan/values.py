@@ -12,8 +12,8 @@ at a site is: capture before, patches, steers, clamps, programs, capture after. 
 A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the engine
 holds.
 
-Plans that do the same to the same rows, bit for bit, have the same normal form and hash. In the normal form each edit has one layer, and
-one position or none. Edits that change nothing are omitted. Edits whose order does not matter are sorted, so that their float32 sum is
+Plans with the same effect on the same rows, bit for bit, have the same normal form and hash. In the normal form each edit has one layer,
+and one position or none. Edits that change nothing are omitted. Edits whose order does not matter are sorted, so that their float32 sum is
 always taken in the same order; the others keep their order at each site.
 """
 
@@ -75,7 +75,7 @@ MAX_PLACED_EDITS = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Interventions, in their order. In `a + b`, those of `a` come first."""
+    """Interventions in order. In `a + b`, the interventions of `a` come first."""
 
     interventions: tuple[Intervention, ...] = ()
 
@@ -157,7 +157,7 @@ class Plan:
         """The normal form: edits in the order in which they act at a site, then captures.
 
         Args:
-            num_layers: the model's, which `layers="all"` stands for; None keeps "all".
+            num_layers: the model's number of layers, for which `layers="all"` stands; None keeps "all".
             prompt_length: in tokens, for positions that count from the end; None keeps them.
 
         Raises:

@@ -7,14 +7,15 @@
     link.waive(0, {"body-1": [3]})                             # on that rank: it will not fetch this value
     link.end("body-1", "the request ended before it")          # on every rank, or `drop`: all values of the body are forgotten
 
-A value is known by the body's name and a number that grows within the body. Each rank has a `Receiver`, and a `Sender` to every other
-rank. Requests are answered on the receiving threads, because the forward's thread may be in a collective or wait for a fetch of its own. A
-request for a value that does not exist yet is parked until the value is published or its owner's body ends. There is no timeout: the wait
-ends when the owner dies.
+A value is identified by the body's name and a number that increases within the body. Each rank has a `Receiver`, and a `Sender` to every
+other rank. Requests are answered on the receiving threads, because the forward's thread may be in a collective or wait for a fetch of its
+own. A request for a value that does not exist yet is parked until the value is published or its owner's body ends. There is no timeout: the
+wait ends when the owner dies.
 
-A fetch takes 1 to 4 ms, mostly switches between threads and processes. A trace that uses another stage's value in every step would pay
-that for each value and step. So after a rank has fetched a value of a point, the owner sends it the point's next value ahead, without a
-request. It goes on as long as the rank uses the values that came ahead (`benchmarks/link_latency.py`: 0.1 ms).
+A fetch takes 1 to 4 ms, mostly for switches between threads and processes. A trace that uses another stage's value in every step would
+need this time for each value and step. So after a rank has fetched the value of a point, the owner sends it the point's next value ahead,
+without a request. The owner continues as long as the rank uses the values that it sends ahead. Using such a value takes 0.1 ms
+(`benchmarks/link_latency.py`).
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
     merged_outcomes([outcomes_of_stage_0, outcomes_of_stage_1])
 
-Every stage runs the same code, so its saves have the same structure on each; a value that lives on another stage is `Absent`.
-Stages may get different distances. A stage may begin a step before the last stage knows that the request is over, and when the
-code fails on one stage, the others run on for a while. One stage, the judge, decides how far the trace got. It is the stage whose code
-failed, in the earliest step if several failed, else the last stage, which samples the tokens. Everything that a stage has
-beyond the judge is dropped: entries of lists, keys, attributes, names, and errors of waiting for values that never came.
+Every stage runs the same code, so its saves have the same structure on each; a value of another stage is `Absent`.
+Some stages may get further than others. A stage may begin a step before the last stage knows that the request is over, and when the code
+fails on one stage, the others run on for a while. One stage, the judge, decides how far the trace got. If the code failed on a stage, that
+stage is the judge; if it failed on several, the one with the earliest step. Otherwise the judge is the last stage, which samples the
+tokens. All values that other stages have beyond the judge's are dropped: entries of lists, keys, attributes, names, and errors of waiting
+for values that never came.
 
-Limitation: a stage beyond the judge may have replaced a value under a name or key that the judge has too. Values do not carry the
-time at which they were saved, so this is not detected.
+Limitation: a stage that got further than the judge may have replaced a value under a name or key that the judge has too. Values do not
+carry the time at which they were saved, so this is not detected.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The tensor-parallel ranks that share each layer: full tensors from the ranks' parts, and agreement on what traces do.
 
-`Finder` reads off the probe which tensors are one rank's part of a larger one. The classes of vLLM's parallel layers determine the layout
-of their own inputs and outputs. A leaf of any other module has the layout of the known leaf in whose memory it lies (queries, keys and
-values are columns of the fused projection's output). If a module without children returns a tensor shaped like one of its inputs
+`Finder` uses the probe to find out which tensors are one rank's part of a larger one. The classes of vLLM's parallel layers determine the
+layout of their own inputs and outputs. A leaf of any other module has the layout of the known leaf whose memory contains it (queries, keys
+and values are columns of the fused projection's output). If a module without children returns a tensor shaped like one of its inputs
 (activations, norms over heads, rotary embeddings), the output has the layout of that input. All other leaves count as full tensors, for
 example the values that a model computes between its modules.
 
-`TensorParallel` makes full tensors of the parts. Each rank runs the same bodies, and some operations of bodies are collective: a rank that
-reached a gather alone would wait forever. So each rank notes its bodies' operations (reads, writes, ends), and publishes the notes before
-its forward goes on. Before a collective operation, the ranks compare the body's notes of this step. A peer either has the next note
+`TensorParallel` makes full tensors from the parts. Each rank runs the same bodies, and some operations of bodies are collective: a rank
+that reached a gather alone would wait forever. So each rank notes its bodies' operations (reads, writes, ends), and publishes the notes
+before its forward goes on. Before a collective operation, the ranks compare the body's notes of this step. A peer either has the next note
 already, or reaches it without waiting for this rank. At the end of every step all ranks compare the notes of all bodies, so that all of
 them fail the same bodies.
 

@@ -438,7 +438,7 @@ class Remote(DescribedModel):
         self._connection.close()
 
     async def start(self) -> Self:
-        """Does nothing, since the server runs. For code that is written for `VLLM(mode="async")`."""
+        """Does nothing, because the server already runs. It exists for code that is written for `VLLM(mode="async")`."""
         return self
 
     async def _recording(

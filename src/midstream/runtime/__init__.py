@@ -1,1 +1,1 @@
-"""What a worker does with plans and traces. Nothing here imports vLLM; the transformers backend uses it as well."""
+"""Runs plans and traces in a worker. No file of this folder imports vLLM; the transformers backend uses the folder as well."""

@@ -1,20 +1,21 @@
 """The fused site kernel: every edit and capture of one site, for every row of the batch, in one launch.
 
-A row of the batch has a *profile*, the number of what is to be done to it; 0 is nothing, and the row's program ends at once.
-The table says for (profile, point) how many ops there are and where they lie. Everything but the table's own address is found
-through memory, so that a recorded CUDA graph serves every plan: nothing is recaptured when plans come, go or grow.
+Each row of the batch has a *profile*: the number of a list of ops. Profile 0 has no ops, and the kernel's program for such a row ends at
+once. For each (profile, point), the table has the number of ops and their address. The kernel reads everything but the table's own address
+from memory. So a recorded CUDA graph serves every plan, and nothing is recaptured when plans come, go or grow.
 
-In a decode step the launch is all latency: loads that wait for each other. So a table entry holds its first op itself, and what all layers
-read is asked to stay in the cache. On NVIDIA's Hopper and later the program may be there before the kernel in front of it has ended, and
-load its row's first op and vector meanwhile (programmatic dependent launch; `MIDSTREAM_EARLY_LAUNCH=0` turns it off). Behind an all-reduce,
-which never lets the next one begin, that was measured to cost 0.3 microseconds and gain nothing; behind a matrix product it gains 2.
+In a decode step, the launch takes the time of loads that wait for each other. So a table entry contains its first op, and the kernel asks
+the GPU to keep in its cache the data that all layers read. On NVIDIA's Hopper and later, a program may start before the previous kernel has
+ended, and load its row's first op and vector meanwhile (programmatic dependent launch; `MIDSTREAM_EARLY_LAUNCH=0` turns it off). After an
+all-reduce, which never lets the next kernel begin early, this was measured to cost 0.3 microseconds and gain nothing. After a matrix
+product it gains 2 microseconds.
 
 Legend: T rows of the batch, H hidden.
 
 One op is `tables.OP_WORDS` int64 words: vector's address, mask's address (0 for none), kind, offset in the captured row (elements), and
-three float32 `a, b, c` in the last two words. What a kind of edit does with them is the `kernel` of its class in `midstream.plan.ops`, a
-function of Triton's; `_make_edit` puts the kinds together. `midstream.plan.ops.edit.apply` is the same in plain PyTorch.
-A table entry is `tables.ENTRY_WORDS`: the number of ops, the address of all of them, and the first one.
+three float32 `a, b, c` in the last two words. The `kernel` of an edit's class in `midstream.plan.ops` is a Triton function that uses these
+numbers; `_make_edit` puts the kinds together. `midstream.plan.ops.edit.apply` is the same in plain PyTorch.
+A table entry is `tables.ENTRY_WORDS` words: the number of ops, the address of all ops, and the first op.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans in the tables. Requests share one `LoadedPlan` if they have the same plan, and it does the same at the ends of their prompts.
+"""Plans in the tables. Requests share one `LoadedPlan` if they have the same plan and its effect is the same at the ends of their prompts.
 
 A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """

@@ -1,4 +1,4 @@
-"""The plans of one worker: from the requests of a step to the rows of the forward, and captured rows to where they go."""
+"""Runs the plans of one worker: applies them to the rows of each step's requests, and sends captured rows to their destinations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where plans act in the running model: sites that are built into the compiled forward, and hooks for the others.
 
-A built-in site calls the site op, which the graphs hold. Any other site gets a forward hook while a plan that names it is alive, and
+A built-in site calls the site op, which is part of the graphs. Any other site gets a forward hook while a plan that names it is alive, and
 the steps in which such a plan is active run uncompiled.
 """
 

@@ -1,12 +1,13 @@
-"""Runs the programs of a step's plans at a site: the rows of all requests whose programs have one form at once.
+"""Runs the programs of a step's plans at a site. Programs of one form run together, for the rows of all their requests.
 
-Programs of edits run after the other edits. Those of captures compute what is kept of a value before the edits, or after all of them.
-A program with further inputs finds them where the step came past them before: see `Kept` and `GraphValues`.
+Programs of edits run after the other edits. Programs of captures compute the captured results from the value before or after all edits. A
+program may have values of earlier sites as further inputs; the step has kept these before: see `Kept` and `GraphValues`.
 
-Outside of CUDA graphs a group's rows are gathered first. A graph is replayed for other rows than those that it was recorded for. So in a
-graph a form's programs run on all rows, each row finds its own by the number of its profile, and rows without one stay as they are.
+Outside of CUDA graphs, the rows of programs with one form are gathered first. A graph is replayed with other rows than it was recorded
+with. So in a graph, the programs of a form run on all rows. Each row finds its own program by the number of its profile, and rows without
+a program stay unchanged.
 
-Legend: T rows of the batch, R those of them with a program, H the site's width.
+Legend: T rows of the batch, R the rows with a program, H the site's width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a request carries in `SamplingParams.extra_args["midstream"]`: a plan, a trace or both, and who may put what there.
+"""The content of `SamplingParams.extra_args["midstream"]`: a plan, a trace or both, and the senders that may send each of them.
 
-Trust depends on who made it. Objects that Python made in the front end's own process, midstream's code or the user's, are trusted: an
-`Envelope`, a `Plan`, interventions. Strings and dicts are what an HTTP request turns into, so they are a stranger's wherever they come
-from: they may hold a plan as data, and nothing else. `engine.admission` reads and checks them. From there on every plan travels packed,
-and the engine takes no other form.
+Trust depends on the origin. Only Python code in the front end's own process, midstream's or the user's, can make an `Envelope`, a `Plan`
+or an intervention, so these are trusted. An HTTP request can only make strings and dicts. So strings and dicts are untrusted, wherever they
+come from: they may contain a plan as data, and nothing else. `engine.admission` reads and checks them, and packs every plan. The engine
+takes no other form.
 """
 
 from __future__ import annotations

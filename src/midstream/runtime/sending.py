@@ -1,8 +1,8 @@
-"""What a worker sends: captured rows and the saved values of traces.
+"""Sends captured rows, and the saved values of traces, from a worker.
 
-`CaptureSender` decides where a request's rows go. A request of `midstream.VLLM` names a mailbox of the client. For any other request
-the plan's consumers run in the worker: `LocalSinks` copies the rows from the device and feeds them, on a thread of its own behind a
-bounded queue. A consumer that cannot keep up slows the engine down, which the gauge `consumer_blocked_ms` shows; nothing is dropped.
+`CaptureSender` decides where a request's rows go. A request of `midstream.VLLM` names a mailbox of the client. For any other request the
+plan's consumers run in the worker: `LocalSinks` copies the rows from the device and hands them to the consumers, on a separate thread with
+a bounded queue. A consumer that cannot keep up slows the engine down, and the gauge `consumer_blocked_ms` shows this. No row is dropped.
 """
 
 from __future__ import annotations

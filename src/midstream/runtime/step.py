@@ -1,4 +1,4 @@
-"""One step of the engine: its batch, whether the activations stayed finite, which requests end with it, and which batches repeat."""
+"""One step of the engine: its batch, whether the activations stayed finite, and which requests end with it. Also finds repeated batches."""
 
 from __future__ import annotations
 

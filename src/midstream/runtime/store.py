@@ -1,4 +1,4 @@
-"""Named vectors and recorded runs: what plans refer to and a worker keeps."""
+"""Keeps the named vectors and recorded runs of a worker, to which plans refer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What the site kernel reads: each row's profile, where its captured row goes, and the ops of every profile.
+"""The data that the site kernel reads: each row's profile, the address for its captured row, and the ops of every profile.
 
-The buffers that a recorded CUDA graph holds on to have fixed addresses: the profile and the capture address of each row, and one
-word with the table's address. The table and the ops lie behind that word, so they may grow and move: there is no limit on how many
-plans, vectors, sites or positions a batch has. Uploads are ordered by the stream that the forward runs on and never waited for.
+The buffers that a recorded CUDA graph uses have fixed addresses: the profile and the capture address of each row, and one word with the
+table's address. The kernel finds the table and the ops through that word, so they may grow and move. So a batch may have any number of
+plans, vectors, sites and positions. The stream of the forward orders the uploads; the CPU never waits for them.
 
-`DeviceTables` does this on a GPU. `TorchTables` in `torch_tables` applies the ops in plain PyTorch instead.
+`DeviceTables` keeps the data on a GPU. `TorchTables` in `torch_tables` applies the ops in plain PyTorch instead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rows of one profile are edited together, and nothing else is shared between rows. Tests compare the kernel with it.
 
-Legend: T rows of the batch, R those of one profile, H the site's width.
+Legend: T rows of the batch, R the rows of one profile, H the site's width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's endpoint plugin: midstream's routes under /v1/midstream, and plans in the requests of vLLM's own.
 
-vLLM loads it if VLLM_PLUGINS names midstream (entry point group `vllm.endpoint_plugins`). `midstream serve` sets VLLM_PLUGINS.
+vLLM loads this plugin if VLLM_PLUGINS names midstream (entry point group `vllm.endpoint_plugins`). `midstream serve` sets VLLM_PLUGINS.
 """
 
 from __future__ import annotations

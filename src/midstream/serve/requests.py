@@ -3,10 +3,10 @@
     {"model": ..., "prompt": ..., "midstream": {"plan": [{"kind": "steer", "site": "resid_post", ...}], "answers": [" Paris"]}}
     {"choices": [...], "midstream": {"captures": [{"handle": ..., "site": ..., ...}], "answers": {" Paris": -1.2}}}
 
-`vllm_xargs={"midstream": JSON}` is another place for the field. All senders are strangers: the field is data, and bounded in size.
+`vllm_xargs={"midstream": JSON}` is another place for the field. All senders are untrusted: the field is data, and limited in size.
 
-vLLM's handlers of requests (`answering`) read the field, and put a `ServedRequest` in its place into `vllm_xargs`. vLLM copies it into the
-SamplingParams of each prompt of the request, and calls `AsyncLLM.generate` (`running`) with them.
+vLLM's handlers of requests (`answering`) read the field, and put a `ServedRequest` into `vllm_xargs` in place of the field. vLLM copies it
+into the SamplingParams of each prompt of the request, and calls `AsyncLLM.generate` (`running`) with them.
 """
 
 from __future__ import annotations

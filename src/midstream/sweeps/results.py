@@ -177,7 +177,7 @@ class SweepResult:
     def interval(self, level: float = 0.95, *, recovered: bool = False) -> dict[str, np.ndarray]:
         """The bootstrap interval over the pairs, by site: `[2, layers, (heads,) positions]`, low and high.
 
-        `recovered`: of `recovered`, whatever the metric; else of `values`.
+        `recovered=True` gives the interval of `recovered`, for any metric. Otherwise it is the interval of `values`.
         """
         found = {}
         for site, values in (self._each(True) if recovered else self.by_pair).items():

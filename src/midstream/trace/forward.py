@@ -1,4 +1,4 @@
-"""One model's forward pass as its traces see it: its present position, and the hooks that report it.
+"""One model's forward pass, as its traces see it: the current position in the pass, and the hooks that report it.
 
 Hooks are on the model only while a trace is alive, and only at the points that a trace has asked for.
 """

@@ -1,4 +1,4 @@
-"""How a trace ended: its saved values, in which the request's output replaces `tracer.result`, and its error."""
+"""The outcome of a trace: its error, and its saved values, in which the request's output replaces `tracer.result`."""
 
 from __future__ import annotations
 

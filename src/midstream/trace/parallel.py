@@ -1,8 +1,9 @@
 """The other processes that run the same model: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
 
 The classes here are for a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
-another stage returns a `StageValue` at once. Passing it on, saving it and writing to it do nothing here, because the stage that owns the
-value does the same with the value itself. Only a real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
+another stage returns a `StageValue` at once. Passing it on, saving it and writing to it have no effect on this stage, because the stage
+that owns the value does the same with the value itself. Only a real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a
+method.
 
     h = model.layers_output[20]              # on the stage of layer 3: a StageValue
     h.save()                                 # the stage of layer 20 brings it back

@@ -1,4 +1,4 @@
-"""The values that a trace brings back: those it saved, and the caller's containers and objects. Placeholders stand for the others.
+"""The values that a trace brings back: saved values, and the caller's containers and objects. Placeholders stand for all others.
 
     class Probe:
         def look(self, prompt):
@@ -6,7 +6,7 @@
                 self.found.append(self.model.layers_output[3].save())
                 keep(self.model.logits)         # a function that appends to a list of its own
 
-The engine works on copies of `self` and `keep`, and so of their lists. These come back as `self.found` and `keep.rows`.
+The engine works on copies of `self` and `keep`, and therefore of their lists. The lists come back as `self.found` and `keep.rows`.
 """
 
 from __future__ import annotations

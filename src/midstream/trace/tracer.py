@@ -31,7 +31,7 @@ def save(value: Any) -> Any:
     when the trace ends.
 
     Returns:
-        The value to keep: for an engine's tensor a copy, which later kernels do not touch.
+        The value to keep. For an engine's tensor this is a copy, which later kernels do not change.
     """
     refuse(value)
     if not is_in_body() and (outer := SAVE_ABOVE.get()) is not None:
@@ -43,8 +43,8 @@ class backward:
     """`with backward(loss) as grad: g = grad[h]` gives the gradient of the loss at `h`; `grad[h] = 0` replaces it.
 
     In a trace's block, `with loss.backward(): g = h.grad` is compiled to this. `h` may be any tensor of the trace that the loss depends on.
-    A gradient that is replaced, or changed in place, flows on to the tensors that `h` was computed from: those read later in the block, and
-    leaves and parameters, whose `.grad` is set at the block's end, where `loss.backward(...)` runs.
+    If you replace a gradient, or change it in place, the new gradient flows on to the tensors from which `h` was computed: those read later
+    in the block, and leaves and parameters. `loss.backward(...)` runs at the block's end, and sets the `.grad` of leaves and parameters.
 
     Raises:
         TraceError: gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.
@@ -368,7 +368,7 @@ class BodyTracer:
         return self.iter[:]
 
     def next(self, count: int = 1) -> int:
-        """Move on to the next step, or `count` steps further. Later reads are of that step."""
+        """Move on to the next step, or by `count` steps. Later reads are of that step."""
         body = current_body()
         body.has_iterated = True
         for step in steps(body, [body.step + count]):

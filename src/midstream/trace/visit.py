@@ -1,4 +1,4 @@
-"""One trace's access to the value at a point: a `Visit` hands out the rows of its request, and writes back the edits.
+"""One trace's access to the value at a point: a `Visit` returns the rows of its request, and writes edits back.
 
 A `Journal` keeps a request's edits. If the engine preempts the request and computes positions again, the journal replays them.
 """

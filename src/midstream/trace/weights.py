@@ -6,8 +6,8 @@
 
     values = values_of(head, held, device)    # worker: `held` has the weights by their digests
 
-Tensors and arrays that overlap in memory overlap in the copy, too. Arrays stay on the CPU. A body's tensors are its own: writing to them
-changes no weight.
+Tensors and arrays that overlap in memory overlap in the copy, too. Arrays stay on the CPU. A body has its own copy of each tensor, so
+writing to it does not change the weights.
 """
 
 from __future__ import annotations

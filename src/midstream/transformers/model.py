@@ -87,26 +87,26 @@ class LanguageModel(TraceModel):
         with model.trace("The Eiffel Tower is in"):
             h = model.layers_output[8].save()         # [tokens, hidden]
 
-    Several invokes run as one left-padded batch; each sees only its own tokens. Traces record gradients as torch is set at
-    the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts with plans and without
-    traces run without padding: those of equal length together in batches, if they decode greedily with the same parameters. A batch
-    may change the last bits of a value, about 1e-5 of it in float32.
+    Several invokes run as one left-padded batch; each sees only its own tokens. Whether a trace records gradients depends on
+    torch's setting at the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts with plans
+    and without traces run without padding. If they have equal lengths and decode greedily with the same parameters, they run together in
+    batches. A batch may change the last bits of a value, by about 1e-5 of the value in float32.
 
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the module that
-            contains the path has the new name. `*` stands for any one name: with `{"layers.*.mlp": "ffn"}` each layer has a `ffn`.
-            A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`,
+        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
+            attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
+            `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`,
             `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
-        progress: of the calls that do not say it themselves, as in `generate`.
+        progress: the default of `progress` for the model's calls, such as `generate`.
         tokenizer_kwargs: for `from_pretrained` of the tokenizer.
-        kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name of it, and `device_map` of `device`.
+        kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name for `dtype`, and `device_map` for `device`.
 
     Raises:
-        ParameterError: transformers does not take an argument, or it asks for something that midstream does not do.
+        ParameterError: transformers does not take an argument, or an argument asks for something that midstream does not support.
     """
 
     _has_logprobs = False

@@ -2,7 +2,7 @@
 
     length of the head | head (msgspec: a `Frame`) | bodies | payloads
 
-is one message; `codec` describes bodies and payloads. On one host a large payload is not part of the frame: it lies in a memfd whose
+This is one message; `codec` describes bodies and payloads. On one host a large payload is not part of the frame: it lies in a memfd whose
 descriptor is sent with the head. A memfd has no name, so no file remains, however the processes end.
 """
 

@@ -71,21 +71,21 @@ class VLLM(DescribedModel):
     Args:
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
-        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the module that
-            contains the path has the new name. `*` stands for any one name: with `{"layers.*.mlp": "ffn"}` each layer has a `ffn`.
-            A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
-            A list gives several names.
+        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
+            attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
+            `ffn`. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A
+            list gives several names.
         graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
             default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites there.
-        graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed; a
-            step without one is slower.
+        graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed;
+            until then, the steps that need them are slower.
         record_bytes: the limit in bytes, on each worker, for recorded runs.
         weight_bytes: the limit in bytes, on each worker, for large tensors that traces have used. They stay for later traces.
-        trace_share: traces whose code runs in the forward (`explain` tells) make their steps slow. They get separate steps, and while
-            there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
+        trace_share: for traces whose code runs in the forward (see `explain`). They make their steps slow, so they get separate steps.
+            While other requests run, they get at most this share of the engine's time, above 0. With 1, all requests share all steps.
         progress: the default of `progress` for the model's calls, such as `generate`.
         tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
-        engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
+        engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name for `dtype`.
 
     Raises:
         ParameterError: an argument that vLLM does not have.

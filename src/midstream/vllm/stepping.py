@@ -1,4 +1,4 @@
-"""Runs coroutines on a `vllm.LLM`: a step is made when all of them wait, when the engine has sent outputs, and after some time."""
+"""Runs coroutines on a `vllm.LLM`. Makes a step when all coroutines wait, when the engine has sent outputs, and after some time."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Clamp(Edit):
     """Keep the part of h along a direction within bounds. The rest of h is unchanged.
 
     With `s = h . d`: `h += strength * (clip(s, low, high) - s) * d`. `low = high = 0` ablates the direction: Arditi et al. 2024
-    (arXiv:2406.11717). Several at one site are applied in their order.
+    (arXiv:2406.11717). Several clamps at one site are applied in their order.
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
@@ -34,7 +34,7 @@ class Clamp(Edit):
         phase, positions: as in `Steer`.
 
     Raises:
-        PlanError: a field is not as above; the direction is zero; low is above high; positions with `phase="prefill"`.
+        PlanError: the value of a field is not allowed; the direction is zero; low is above high; positions with `phase="prefill"`.
     """
 
     kind, order, operands = "clamp", 30, ("direction",)

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 class Patch(Edit):
     """Replace the value at chosen positions of the prompt: `h = (1 - a) * h + a * source`, exactly `source` at a = 1.
 
-    Activation patching (causal tracing): Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). Several at one position
-    are applied in their order.
+    Activation patching (causal tracing): Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). Several patches at one
+    position are applied in their order.
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
         layer: counted from 0, or from the end: -1.
-        position: of the prompt, one or several or a `Span`; negatives count from its end.
+        position: one or several positions of the prompt, or a `Span`; negative numbers count from its end.
         source: a `RecordedRun`, a vector `[hidden]`, `"zeros"`, or the name of a vector that the engine holds.
-        source_position: of a run: one position for all, or one for each; negatives count from the end of the run's prompt. None means the
-            same as `position`, as written there.
-        source_layer, source_site: of a run; None means the same as `layer` and `site`.
+        source_position: for a run: one position for all, or one for each; negative numbers count from the end of the run's prompt. None
+            means the same numbers as `position`.
+        source_layer, source_site: for a run; None means the same as `layer` and `site`.
         alpha: a, from 0 (no effect) to 1 (replace).
         mask: `[hidden]`, from 0 to 1, multiplied with alpha in each dimension; True and False count as 1 and 0. Or a name.
 
     Raises:
-        PlanError: a field is not as above, or a source_... is given for a source that is no run.
+        PlanError: the value of a field is not allowed, or a `source_...` field is given although the source is not a run.
     """
 
     kind, order, operands, run_operands = "patch", 10, ("source", "mask"), ("source",)

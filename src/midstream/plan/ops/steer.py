@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class Steer(Edit):
-    """Add a vector: `h += scale * vector`. Several at one site add up.
+    """Add a vector: `h += scale * vector`. Several steers at one site add up.
 
     Activation addition: Turner et al. 2023 (arXiv:2308.10248). The mean difference of contrastive prompts makes a good vector: Rimsky et
     al. 2023 (arXiv:2312.06681).
@@ -28,15 +28,15 @@ class Steer(Edit):
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
         vector: `[hidden]`, or the name of a vector that the engine holds.
         scale: the factor; 0 has no effect.
-        phase: the tokens to change: `"prefill"` is the prompt's, `"decode"` every generated one, `"both"` all. Phases go by position,
-            however the engine batches tokens.
-        positions: only these of the prompt, one or several (negatives count from its end) or a `Span`; with `phase="decode"`, only these
-            generated tokens, counted from 0; None for all of `phase`.
-        norm_match: make the added vector `scale` times as long as h is at that token, after the patches of the site: `h += scale * ||h|| *
+        phase: the tokens to change: `"prefill"` is the prompt's, `"decode"` every generated one, `"both"` all. The phase depends only
+            on the position, however the engine batches tokens.
+        positions: steer only at these positions of the prompt: one, several (negative numbers count from its end) or a `Span`. With
+            `phase="decode"`, steer only at these generated tokens, counted from 0. None means all tokens of `phase`.
+        norm_match: make the added vector `scale` times as long as h at that token, after the patches of the site: `h += scale * ||h|| *
             vector / ||vector||`.
 
     Raises:
-        PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set; positions with
+        PlanError: the value of a field is not allowed; the vector has NaN or infinity; it is zero and norm_match is set; positions with
             `phase="prefill"`.
     """
 
