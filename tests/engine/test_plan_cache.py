@@ -5,6 +5,7 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,8 +57,7 @@ def prompt_of(plain: Plain, count: int) -> list[int]:
     return (plain.ids(TEXT) * 6)[:count]
 
 
-def vector(seed: int = 0, norm: float = 150.0, width: int = HIDDEN) -> torch.Tensor:
-    return plan_cases.vector(seed, norm, width)
+vector = functools.partial(plan_cases.vector, norm=150.0)
 
 
 def patch(position: int | list[int], seed: int = 0, layer: int = 1) -> Patch:
@@ -142,7 +142,7 @@ def test_in_one_batch_patched_and_unpatched_prompts_do_not_meet(model: VLLM, pla
 
 def test_requests_with_the_same_edits_share_however_they_are_written(model: VLLM, plain: Plain) -> None:
     prompt = prompt_of(plain, 4 * BLOCK - 8)
-    v = vector(3, 10.0)
+    v = vector(3, norm=10.0)
     first = serve(model, prompt, Steer("resid_post", layers=[1, 2], vector=v))
     twice = [Steer("resid_post", layers=2, vector=v.numpy()), Steer("resid_post", layers=1, vector=v.tolist())]
     again = serve(model, prompt, twice)
@@ -176,7 +176,7 @@ def test_requests_with_other_edits_share_nothing(model: VLLM, plain: Plain, othe
 def test_edits_that_change_no_kv_share_all(model: VLLM, plain: Plain) -> None:
     """What happens to the residual stream behind the last layer's attention is part of no key and no value."""
     prompt = prompt_of(plain, 2 * BLOCK + 8)
-    v = vector(5, 400.0)
+    v = vector(5, norm=400.0)
     plain_run = serve(model, prompt)
     last = serve(model, prompt, Steer("resid_post", layers=LAYERS - 1, vector=v))
     assert last.num_cached_tokens == 2 * BLOCK
@@ -186,7 +186,7 @@ def test_edits_that_change_no_kv_share_all(model: VLLM, plain: Plain) -> None:
 
 def test_what_was_generated_under_a_decode_steer_is_no_part_of_a_later_prompt(model: VLLM, plain: Plain) -> None:
     """The prompt is everybody's, for nothing was steered there; its continuation nobody's."""
-    prompt, v = prompt_of(plain, 3 * BLOCK - 12), vector(6, 20.0)
+    prompt, v = prompt_of(plain, 3 * BLOCK - 12), vector(6, norm=20.0)
     steered = serve(model, prompt, Steer("resid_post", layers=1, vector=v, phase="decode"), max_tokens=16)
 
     def decode(h: torch.Tensor) -> torch.Tensor:
@@ -345,11 +345,11 @@ def test_samples_of_one_prompt_capture_each_its_own_rows(model: VLLM, plain: Pla
         Capture("resid_post", layers=4, positions=[0, 50, 119]),
         Capture("mlp_out", layers=4, positions="all_generated"),
     ]
-    for plan in ([], [Steer("resid_post", layers=1, vector=vector(2, 20.0))]):
+    for plan in ([], [Steer("resid_post", layers=1, vector=vector(2, norm=20.0))]):
         (output,) = model.generate([prompt], plan=[*plan, *captures], **params)
         assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
         for sample, captured in zip(output.outputs, output.captures, strict=True):
-            edits = {("resid_post", 1): lambda h: h + vector(2, 20.0)} if plan else None
+            edits = {("resid_post", 1): lambda h: h + vector(2, norm=20.0)} if plan else None
             sites = plain.run(prompt + list(sample.token_ids)[:-1], edits).sites
             close(captured["resid_post", 4], sites["resid_post", 4][[0, 50, 119]])
             assert captured.positions["mlp_out", 4] == [120, 121, 122, 123]

@@ -5,6 +5,7 @@ What is expected comes from plain transformers with torch hooks, and to the bit 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,8 +46,7 @@ def chunked() -> Iterator[VLLM]:
         yield model
 
 
-def vector(seed: int = 0, norm: float = 40.0, width: int = HIDDEN) -> torch.Tensor:
-    return plan_cases.vector(seed, norm, width)
+vector = functools.partial(plan_cases.vector, norm=40.0)
 
 
 def on_rows(rows: Any, change: Any) -> Any:
@@ -74,7 +74,7 @@ def counted(model: VLLM, name: str) -> int:
 def test_every_site_on_a_compiled_engine_and_its_neighbours(compiled: VLLM, plain: Plain, site: str) -> None:
     """In the graphs or off them; the neighbour's greedy tokens are its own all the same."""
     width = plain.run(FRANCE).sites[site, 3].flatten(1).shape[1]
-    v = vector(1, 6.0, width)
+    v = vector(1, norm=6.0, width=width)
     off_graph = counted(compiled, "off_graph_steps")
     steered, neighbour = compiled.generate(
         [FRANCE, EIFFEL],
@@ -162,7 +162,7 @@ def test_neighbours_are_byte_identical_and_nothing_stays(either: VLLM, kind: str
 def test_requests_that_come_and_go_beside_a_steered_one(either: VLLM) -> None:
     """The rows of a batch move as its requests end; more requests than the engine takes at once."""
     prompts = [EIFFEL, FRANCE, ITALY] * 8
-    plans = [[Steer("resid_post", layers=3, vector=vector(i, 400.0))] if i % 3 == 1 else None for i in range(24)]
+    plans = [[Steer("resid_post", layers=3, vector=vector(i, norm=400.0))] if i % 3 == 1 else None for i in range(24)]
     params = {"temperature": 0.0, "max_tokens": 15, "stop": ["Museum", "capital"]}  # so that they end one by one
     before = [tokens(output) for output in either.generate(prompts, **params)]
     planned = [tokens(output) for output in either.generate(prompts, plan=plans, **params)]

@@ -52,9 +52,8 @@ from midstream.trace.shipping import ShippedCode
 from midstream.transport.wire import MessageReader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
-_TIMEOUT = httpx.Timeout(
-    60.0, connect=10.0, pool=None
-)  # while it computes, a server sends a sign of life every few seconds
+# While it computes, a server sends a sign of life every few seconds.
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 
 
 class ServerConnection:

@@ -139,11 +139,12 @@ class PointHooks:
     def _hook(self, key: Key) -> Any:
         path, kind = key
         module = self._model.get_submodule(path)
-        sites = [
-            (point, i, binding, self._edited if self._arch.shard_of(binding) is None else self._edited_in_parts)
-            for point, i in self._index.items()
-            if self._key(point) == key and (binding := self._arch.bindings[point])
-        ]
+        sites = []
+        for point, i in self._index.items():
+            if self._key(point) == key:
+                binding = self._arch.bindings[point]
+                is_whole = self._arch.shard_of(binding) is None
+                sites.append((point, i, binding, self._edited if is_whole else self._edited_in_parts))
 
         def edited(tree: Any) -> Any:
             if not self.on or is_in_body():  # a trace's code also calls modules, on values of its own
@@ -170,12 +171,8 @@ class PointHooks:
             return tree
         edited = self._tables.edited(index, hidden, residual)
         for ref, before, after in zip((binding.hidden, binding.residual), (hidden, residual), edited, strict=True):
-            if after is None or ref is None or after is before:
-                continue
-            if binding.in_place:
-                before.copy_(after)
-            else:
-                tree = replaced(tree, ref, after)
+            if after is not None and ref is not None and after is not before:
+                tree = _written(tree, binding, ref, after)
         return tree
 
     def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
@@ -194,13 +191,16 @@ class PointHooks:
         new, _ = self._tables.edited(index, old, None)
         changed = new != old
         for ref, leaf in binding.leaves(new.view(shape), functools.partial(follow, tree)):
-            before = follow(tree, ref)
-            after = torch.where(changed, leaf, before)
-            if binding.in_place:
-                before.copy_(after)
-            else:
-                tree = replaced(tree, ref, after)
+            tree = _written(tree, binding, ref, torch.where(changed, leaf, follow(tree, ref)))
         return tree
+
+
+def _written(tree: Any, binding: Binding, ref: Ref, value: torch.Tensor) -> Any:
+    """`tree` with this leaf of a site: a new tensor, or the engine's own if a write has to change that."""
+    if not binding.in_place:
+        return replaced(tree, ref, value)
+    follow(tree, ref).copy_(value)
+    return tree
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,8 @@ class HeldPrograms:
         self._device, self._upload = device, upload
         self._forms: dict[str, _Form] = {}
         self._slots: dict[ProgramAt, Slot] = {}
-        self._stale = set[
-            Slot
-        ]()  # those whose entries on the device are old; a graph may still have one that no plan has
+        # Those whose entries on the device are old; a graph may still have one that no plan has.
+        self._stale = set[Slot]()
         self._profiles: dict[int, list[tuple[ProgramAt, Program, int]]] = {}
         self._capacities: OrderedDict[str, int] = OrderedDict()
         # What a graph still reads is used again.

@@ -110,7 +110,7 @@ class TorchTables(Tables):
                 one = one.clone()  # autograd does not allow that a view of it is written to
             old = value_of(one, two)
             edits = any(op.kind != "capture" for op in ops)
-            new_one, new_two = self._new(point, ops, number, rows, one, two) if edits else (one, two)
+            new_one, new_two = self._new(point, ops, number, rows, old, one, two) if edits else (one, two)
             for i, op in enumerate(ops):
                 if op.kind == "capture":  # one that comes first takes the value before the edits
                     self._capture(op, rows, value_of(new_one, new_two) if i else old)
@@ -123,11 +123,11 @@ class TorchTables(Tables):
         ops: Sequence[Op],
         number: int,
         rows: Rows,
+        old: torch.Tensor,
         first: torch.Tensor,
         second: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both streams of these rows, edited. Elements that come out as they were are bit-identical in both."""
-        old = value_of(first, second)
+        """Both streams of these rows, whose value is `old`, edited. Elements that come out as they were are bit-identical in both."""
         new = edited(old, ops, self._banks[number], {at: self._values[at][rows] for op in ops for at in op.inputs})
         self._note_overflow(point, rows, new.detach())
         differs = torch.empty_like(new, requires_grad=False)

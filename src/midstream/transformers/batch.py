@@ -178,6 +178,11 @@ class BatchRequest:
     rows: BatchRows = field(init=False)
     output: Generated = field(init=False)
 
+    @property
+    def computed(self) -> int:
+        """How many of its tokens were computed before the running step."""
+        return len(self.prompt) + len(self.generated) - 1 if self.generated else 0
+
 
 @dataclass
 class BatchInvoke:
@@ -326,8 +331,7 @@ class PaddedBatch:
         for row, request in enumerate(self.requests):
             pad = self.length - len(request.prompt) if is_prompt else 0
             request.rows = BatchRows(row, pad, len(self.requests), length)
-        computed = (0 if is_prompt else len(each.prompt) + len(each.generated) - 1 for each in self.requests)
-        self.plans.begin_step(length, dict(zip((each.name for each in self.requests), computed, strict=True)))
+        self.plans.begin_step(length)
         rows = {name: self._rows(self.requests_of[name], length, is_prompt) for name in self.interleaver.bodies}
         self.interleaver.begin_step(rows)
 
@@ -524,7 +528,7 @@ class RunningPlan:
     ) -> None:
         assert request.plan is not None
         plan = self._plan = request.plan
-        self.compiled = compile_plan(
+        self._compiled = compile_plan(
             plan.plan,
             len(plan.prompt),
             arch.num_layers,
@@ -537,14 +541,19 @@ class RunningPlan:
         self._captured: list[Rows] = []  # in the running step
         self.not_finite: NotFinite | None = None
 
+    def load(self, tables: TorchTables) -> frozenset[Point]:
+        """Load the plan into the tables of the batch. Returns the points at which it acts. Raises PlanError as they do."""
+        self._numbers = tables.load(self._compiled).ids
+        return frozenset[Point]().union(*(profile.points for profile in self._compiled.profiles))
+
     def begin_step(self, first: int, count: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
         """The next forward computes `count` positions from `first` on.
 
         Returns:
-            int `[count]`, the place of each position's profile in `compiled.profiles`; and int64 `[count]`, the address to write its
-            captured row to, 0 for none.
+            int32 `[count]`, each position's profile in the tables; and int64 `[count]`, the address to write its captured row to, 0 for
+            none.
         """
-        compiled, length = self.compiled, len(self.compiled.prompt)
+        compiled, length = self._compiled, len(self._compiled.prompt)
         positions = np.arange(first, first + count)
         profiles = np.where(positions < length, compiled.prompt[np.minimum(positions, length - 1)], compiled.generated)
         places = np.zeros(count, np.int64)
@@ -554,7 +563,7 @@ class RunningPlan:
                 block = torch.empty(len(rows), profile.row_width, dtype=dtype)
                 places[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
                 self._captured.append(Rows(rows + first, profile.planes, block))
-        return profiles, places
+        return self._numbers[profiles], places
 
     def end_step(self) -> None:
         """The forward has written the rows of its step."""
@@ -591,49 +600,38 @@ class BatchPlans:
         self._requests, self._dtype = requests, model.dtype
         self._tables = TorchTables(points_of(arch), model.device, model.dtype)
         self._hooks = PointHooks(model, arch, (), self._tables)
-        self._loaded: dict[str, np.ndarray] = {}  # request -> the numbers of its profiles
-        self._first: dict[str, int] = {}  # request -> the position of the step's row 0, if the request had one there
+        self._length = 0  # of the running step
 
     def __enter__(self) -> BatchPlans:
-        points = set[Point]()
-        for request in self._requests:
-            if request.running is not None:
-                compiled = request.running.compiled
-                self._loaded[request.name] = self._tables.load(compiled).ids
-                points.update(*(profile.points for profile in compiled.profiles))
-        self._hooks.need(points)
-        self._points = points
+        running = [request.running for request in self._requests if request.running is not None]
+        self._points = frozenset[Point]().union(*(plan.load(self._tables) for plan in running))
+        self._hooks.need(self._points)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.release(self._points)
 
-    def begin_step(self, length: int, first: Mapping[str, int]) -> None:
-        """The next forward computes `length` columns of the padded batch.
-
-        Args:
-            first: request -> its first position among them.
-        """
+    def begin_step(self, length: int) -> None:
+        """The next forward computes `length` columns of the padded batch."""
         profile_T, place_T = (np.zeros(len(self._requests) * length, dtype) for dtype in (np.int32, np.int64))
-        self._first.clear()
         self._length = length
         for row, request in enumerate(self._requests):
             if request.running is None or request.finish_reason is not None:
                 continue
             start, stop = row * length + request.rows.pad, (row + 1) * length
-            profiles, place_T[start:stop] = request.running.begin_step(first[request.name], stop - start, self._dtype)
-            profile_T[start:stop] = self._loaded[request.name][profiles]
-            self._first[request.name] = first[request.name] - start
+            step = request.running.begin_step(request.computed, stop - start, self._dtype)
+            profile_T[start:stop], place_T[start:stop] = step
         self._tables.begin_step(RowProfiles(profile_T), place_T)
-        self._hooks.on = bool(self._first)
+        self._hooks.on = bool(profile_T.any())
 
     def end_step(self) -> None:
         """The forward has ended."""
         self._hooks.on = False
         for row, point in self._tables.overflow.items():
-            request = self._requests[row // self._length]
+            number, column = divmod(row, self._length)
+            request = self._requests[number]
             if request.running is not None and request.running.not_finite is None:
-                position = self._first[request.name] + row
+                position = request.computed + column - request.rows.pad
                 request.running.not_finite = NotFinite(position, self._tables.points[point])
         for request in self._requests:
             if request.running is not None:
