@@ -1,4 +1,4 @@
-"""Sweeps (rows H1 to H12, E6 to E8) against plain transformers with hooks, on vLLM, on transformers and, with --remote, on a server."""
+"""Sweeps (rows H1 to H12) against plain transformers with hooks, on vLLM, on transformers and, with --remote, on a server."""
 
 import math
 import sys
