@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
     from midstream.engine.launch import engine_arguments
-    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer
+    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer
     from midstream.remote.model import Remote
     from midstream.sweeps.results import SweepResult
     from midstream.trace.tracer import backward, save
@@ -25,6 +25,7 @@ __all__ = [
     "LanguageModel",
     "Patch",
     "Plan",
+    "Probe",
     "RecordedRun",
     "Remote",
     "Span",
@@ -44,6 +45,7 @@ _HOMES = {
     "LanguageModel": "midstream.transformers.model",
     "Patch": "midstream.plan.values",
     "Plan": "midstream.plan.values",
+    "Probe": "midstream.plan.values",
     "RecordedRun": "midstream.plan.values",
     "Remote": "midstream.remote.model",
     "Span": "midstream.plan.values",

@@ -128,7 +128,9 @@ def test_sites_in_one_tensor_are_edited_in_the_order_of_the_forward(tiny: Any, o
     tables = TorchTables(points_of(model.arch), torch.device("cpu"), torch.float32)
     hooks = PointHooks(model.module, model.arch, (), tables)
     widths, layers = model.arch.widths, model.arch.num_layers
-    compiled = compile_plan(plan, len(IDS), layers, width=lambda *point: widths[point], vector=None, run=None)
+    compiled = compile_plan(
+        plan, len(IDS), layers, width=lambda *point: widths[point], vector=None, run=None, dtype="float32"
+    )
     for site in order:
         hooks.need([(site, 1)])
     rows, hooks.on = torch.empty(1, WIDTH), True

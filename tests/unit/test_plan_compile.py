@@ -25,7 +25,7 @@ def row(run, site, layer, position):
 def compiled(
     plan, length=LENGTH, layers=LAYERS, width=lambda site, layer: WIDTH, vector=lambda named: NAMES[named.name], **more
 ):
-    return compile_plan(Plan.of(plan), length, layers, width=width, vector=vector, run=row, **more)
+    return compile_plan(Plan.of(plan), length, layers, width=width, vector=vector, run=row, dtype="float32", **more)
 
 
 def unit(vector):
@@ -316,6 +316,7 @@ def test_half_precision_sources_are_taken_as_float32():
         width=lambda site, layer: WIDTH,
         vector=lambda named: torch.tensor([1.0, 2.0, 3.0, 4.0]),
         run=lambda *place: torch.full((WIDTH,), 0.1, dtype=torch.bfloat16),
+        dtype="float32",
     )
     assert [vector.dtype for vector in found.bank] == [torch.float32] * 2
     assert found.bank[0].tolist() == [0.10009765625] * 4, "the bfloat16 next to 0.1, exactly"

@@ -617,7 +617,11 @@ def test_device_tables_upload_what_changed():
         else:
             plan = Plan.of([steer(number, layer=0, phase="prefill"), steer(number + 1, layer=1)])
             held.append(
-                tables.load(compile_plan(plan, 3, LAYERS, width=lambda site, layer: WIDTH, vector=None, run=None))
+                tables.load(
+                    compile_plan(
+                        plan, 3, LAYERS, width=lambda site, layer: WIDTH, vector=None, run=None, dtype="float32"
+                    )
+                )
             )
         if random.random() < 0.5:
             tables.begin_step(RowProfiles(np.zeros(4, np.int32)), None)
@@ -766,7 +770,7 @@ def test_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, posit
     assert len({id(taken[length]) for length in (3, 4)}) == 1
     for length, shared in taken.items():
         profile_of = dict(zip(shared.slots.ids.tolist(), shared.slots.compiled.profiles, strict=True))
-        alone = compile_plan(plan, length, LAYERS, width=lambda *_: WIDTH, vector=None, run=None)
+        alone = compile_plan(plan, length, LAYERS, width=lambda *_: WIDTH, vector=None, run=None, dtype="float32")
         expected = [alone.profiles[number] for number in [*alone.prompt.tolist(), *[alone.generated] * 2]]
         kept = [i for i, profile in enumerate(expected) if profile.row_width]
         assert (shared.captures_generated is not None) == bool(expected[-1].row_width)

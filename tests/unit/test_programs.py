@@ -675,7 +675,9 @@ def test_a_program_without_a_kernel_is_refused_when_it_is_loaded() -> None:
 def test_reach_says_where_programs_run() -> None:
     later = Apply("resid_post", layers=1, program=SCALED, phase="decode")
     plan = Plan.of([later, Apply("mlp_out", layers=0, program=SCALED, positions=1), Steer("attn_out", vector=V)])
-    reach = compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V).reach
+    reach = compile_plan(
+        plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V, dtype="float32"
+    ).reach
     assert [each.programs for each in reach] == [{("mlp_out", 0)}, {("resid_post", 1)}]
 
 
@@ -720,7 +722,10 @@ def test_captures_keep_what_programs_compute(kind: Any, recorded: bool, second: 
         Plan.of(Capture(site, program=halved, **kept)),
         Plan.of(Capture(site, **kept)),
     ]
-    each = [compile_plan(plan, 1, 9, width=lambda *_: W, vector=lambda name: V, run=lambda *_: V) for plan in plans]
+    each = [
+        compile_plan(plan, 1, 9, width=lambda *_: W, vector=lambda name: V, run=lambda *_: V, dtype="float32")
+        for plan in plans
+    ]
     assert [plan.profiles[1].row_width for plan in each] == [16, 8, W]
     tables = make_tables(kind, 16)
     slots = [tables.load(plan) for plan in each]
@@ -777,7 +782,7 @@ def test_two_programs_at_one_value_are_refused() -> None:
     other = program(("relu.default", (INPUT,)), result=(Ref(0),))
     plan = Plan.of([Capture("resid_post", layers=1, program=TOP), Capture("resid_post", layers=1, program=other)])
     with pytest.raises(PlanError, match=r"Capture\.program is two that differ at resid_post\[1\]"):
-        compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V)
+        compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V, dtype="float32")
     facts = ModelFacts(2, {("resid_post", 1): W}, "bfloat16")
     with pytest.raises(PlanError, match="one for bfloat16"):
         check(Plan.of(Capture("resid_post", layers=1, program=TOP)), facts, 3, 1, vectors=None, runs=None)

@@ -367,8 +367,9 @@ class TraceModel(Sizes):
 
         Args:
             prompts: one prompt or several, each as in `trace`.
-            plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, which all act on every prompt; or a list with one plan, list
-                or None for each prompt, such as `[[Steer(...)], [Steer(...)]]`. Captured rows are on the outputs, as `captures`.
+            plan: `Steer`, `Patch`, `Clamp`, `Probe` and `Capture`, or a list of them, which all act on every prompt; or a list with one
+                plan, list or None for each prompt, such as `[[Steer(...)], [Steer(...)]]`. Captured rows are on the outputs as
+                `captures`, and probes' scores as `scores`.
             answers: tokens, by text or id, to grade as the first token after the prompt: one or a list, for all prompts; or a list with a
                 list for each prompt. Their log-probabilities (nats, before temperature) are on the outputs as `answers`, `{answer:
                 log-probability}`, even for unlikely tokens.

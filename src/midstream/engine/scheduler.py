@@ -1,7 +1,8 @@
-"""vLLM's scheduler with four more rules:
+"""vLLM's scheduler with five more rules:
 
 - a traced prompt is computed in one step;
 - requests with a trace in the forward get steps of their own;
+- the scores of probes leave with a request's next tokens, and a probe may end its request before these tokens;
 - blocks of planned requests stay out of the prefix cache until the workers have accepted the plan;
 - KV blocks that a plan or a trace has changed are cleared before another request gets them.
 
@@ -28,9 +29,10 @@ from midstream.engine.plugin import Replacement, apply_replacements, follow_pare
 from midstream.engine.prefix_cache import AcceptedPlans, EditedBlocks, holding_back, rekey, remember
 from midstream.engine.seams import Role
 from midstream.engine.turns import StepTurns
+from midstream.plan.probes import ScoreChunk
 from midstream.runtime.request import TraceRequest, changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds
-from midstream.settings import Settings, is_ours
+from midstream.settings import NAME, Settings, is_ours
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class _Rules:
         self._states: dict[str, RequestState] = {}
         self._counts = Counter[str]()  # the number of states with each flag of `_TALLIED`
         self._apart_is_stuck = False  # whether no waiting request apart could begin in the last step of its kind
+        self._scores: dict[str, list[ScoreChunk]] = {}  # those that have not left yet, by request
         self._accepted = AcceptedPlans()
         self._edited = self.kv_cache_manager.block_pool.midstream = EditedBlocks()
 
@@ -298,14 +301,32 @@ class _Rules:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
                 request.sampling_params.min_tokens = 0  # vLLM ends no request that has fewer tokens
         refused = self._end_refused(step_ends.errors) if step_ends.errors else []
+        stopped = self.finish_requests(step_ends.probe_stops, RequestStatus.FINISHED_STOPPED)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
             if request.request_id in self._ends:
                 self._ends[request.request_id] = RequestEnd(request.num_tokens, step_ends.errors[request.request_id])
-            reason = {"finish_reason": FinishReason.ERROR, "stop_reason": step_ends.errors[request.request_id]}
-            output = EngineCoreOutput(request.request_id, [], **reason, events=request.take_events())
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+            self._put_end(outputs, request, FinishReason.ERROR, step_ends.errors[request.request_id])
+        for request in stopped:
+            self._put_end(outputs, request, FinishReason.STOP, step_ends.probe_stops[request.request_id])
+        self._put_scores(outputs, step_ends.scores)
         return outputs
+
+    def _put_end(self, outputs: dict[int, Any], request: Any, finish_reason: Any, stop_reason: str) -> None:
+        """Add the last output, without tokens, of a request that the workers have ended."""
+        reasons = {"finish_reason": finish_reason, "stop_reason": stop_reason}
+        output = EngineCoreOutput(request.request_id, [], **reasons, events=request.take_events())
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
+    def _put_scores(self, outputs: dict[int, Any], new: dict[str, list[ScoreChunk]]) -> None:
+        """Put scores on the outputs of their requests. A part of a prompt has no output, so its scores wait for the next one."""
+        for name, chunks in new.items():
+            self._scores.setdefault(name, []).extend(chunks)
+        for output in chain.from_iterable(each.outputs for each in outputs.values()) if self._scores else ():
+            if chunks := self._scores.pop(output.request_id, []):
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), NAME: chunks}
+        for name in [name for name in self._scores if name not in self.requests]:
+            del self._scores[name]  # its client has gone
 
     def _accept_plan(self, name: str, sampling_params: Any) -> None:
         """Note that the workers have accepted a request's plan, and cache its blocks, since their KV now matches their keys."""

@@ -34,7 +34,7 @@ from midstream.plan.values import ModelFacts
 from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import Finder, TensorParallel
-from midstream.runtime.plan_host import PlanHost
+from midstream.runtime.plan_host import PlanHost, StepResults
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.programs import InGraph, RecordedPrograms
 from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
@@ -129,6 +129,7 @@ class Worker(PlatformWorker):
     _tensor_ranks: TensorParallel | None = None  # the ranks that share each layer with this worker, if there are any
     _is_awake = False  # whether a request with a trace or a plan is alive
     _rows: FiniteCheck | None = None  # of the current step, if a request in it has edits or a trace
+    _scores: Callable[[], StepResults] | None = None  # of the current step, if a request in it has probes
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
@@ -367,6 +368,7 @@ class Worker(PlatformWorker):
                 plans.end_step()
         if plans.edits or self.midstream.may_have_written:
             self._rows = self._rows_of(scheduler_output)
+        self._scores = plans.take_scores()
         return output
 
     @torch.inference_mode()
@@ -398,20 +400,24 @@ class Worker(PlatformWorker):
         return off_graph
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        if self._rows is None and self._runner.watched is not Watch.ALL:
+        if self._rows is None and self._scores is None and self._runner.watched is not Watch.ALL:
             return super().sample_tokens(grammar_output)
         rows, self._rows = self._rows, None
+        find_scores, self._scores = self._scores, None
         self.midstream.finite_check = rows
         output = super().sample_tokens(grammar_output)
         if self._runner.watched is Watch.ALL:
             raise_if_ending()
         ends, errors = self.midstream.take_ends(), self.plans.take_errors()
-        if output is None or not (ends.stops or ends.done or errors or rows):
+        if output is None or not (ends.stops or ends.done or errors or rows or find_scores):
             return output
 
         def find_endings() -> StepEnds | None:
             ended = {**self._refusals(rows), **errors} if rows is not None else errors
-            return replace(ends, errors=ended) if ends.stops or ends.done or ended else None
+            scores, probe_stops = find_scores() if find_scores is not None else ({}, {})
+            if not (ends.stops or ends.done or ended or scores):
+                return None
+            return replace(ends, errors=ended, scores=scores, probe_stops=probe_stops)
 
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportingOutput(output, find_endings)

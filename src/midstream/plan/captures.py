@@ -45,9 +45,39 @@ class Consumer:
 Sink: TypeAlias = str | Callable[..., Any] | Consumer | None
 
 
+class Reading(Intervention):
+    """Base of `Capture` and `Probe`, which read the rows of selected positions and change nothing.
+
+    Attributes:
+        when: "before" or "after" the edits of the same site.
+    """
+
+    when: str
+
+    def settle(self, **attributes: Any) -> None:
+        positions = self.positions
+        super().settle(
+            positions=positions.checked()
+            if isinstance(positions, Selector)
+            else fields.positions(self.label("positions"), positions, tuple(WORDS)),
+            when=fields.one_of(self.label("when"), self.when, ("before", "after")),
+            **attributes,
+        )
+
+    @property
+    def selects_generated(self) -> bool:
+        """Whether it may read rows of generated tokens."""
+        return selector_of(self.positions).selects_generated
+
+    def placed(self, prompt_length: int | None) -> Self:
+        """The same with listed positions in ascending order, counted from the start if `prompt_length` is given."""
+        place = self.place_in(prompt_length)
+        return changed(self, positions=tuple(sorted(set(place)))) if isinstance(place, (tuple, list)) else self
+
+
 @fields.explained
 @dataclass(frozen=True)
-class Capture(Intervention):
+class Capture(Reading):
     """Keep rows of a site.
 
     Args:
@@ -97,10 +127,6 @@ class Capture(Intervention):
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else None
         self.settle(
             dtype=fields.one_of("Capture.dtype", dtype, FLOATS) if dtype is not None else None,
-            positions=self.positions.checked()
-            if isinstance(self.positions, Selector)
-            else fields.positions("Capture.positions", self.positions, tuple(WORDS)),
-            when=fields.one_of("Capture.when", self.when, ("before", "after")),
             to=sinks if many else sinks[0],
         )
 
@@ -108,16 +134,6 @@ class Capture(Intervention):
     def sinks(self) -> tuple[Sink, ...]:
         """The destinations of the rows: each a directory, a callable, a Consumer, or None for the output."""
         return self.to if isinstance(self.to, tuple) else (self.to,)
-
-    @property
-    def selects_generated(self) -> bool:
-        """Whether it may keep rows of generated tokens."""
-        return selector_of(self.positions).selects_generated
-
-    def placed(self, prompt_length: int | None) -> Self:
-        """The capture with listed positions in ascending order, counted from the start if `prompt_length` is given."""
-        place = self.place_in(prompt_length)
-        return changed(self, positions=tuple(sorted(set(place)))) if isinstance(place, (tuple, list)) else self
 
 
 def _sink(to: Any) -> Sink:

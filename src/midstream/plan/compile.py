@@ -13,7 +13,7 @@ import secrets
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes
+from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes, Reading
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
+from midstream.plan.probes import Probe, ScorePlace
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
 from midstream.plan.steps import SIZES
@@ -34,6 +35,7 @@ from midstream.sites import Point
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
 _FOREVER = 2**62
+_Read: TypeAlias = PlaneKey | Probe  # what a row may be read for
 _STRETCH_BYTES = 320  # two numbers and two hashes, in lists
 
 
@@ -42,12 +44,17 @@ class Profile:
     """The ops of a row.
 
     Attributes:
-        ops: (site, layer) -> capture before, edits in the order of their kinds, capture after; without the sites that have none.
+        ops: (site, layer) -> capture and probes before, edits in the order of their kinds, capture and probes after; without the sites
+            that have none.
         planes: of the captured row.
+        scores: where each probe's scores lie in the row of scores.
+        score_width: elements of the row of scores, in the model's dtype; 0 if there are no probes.
     """
 
     ops: dict[Point, tuple[Op, ...]]
     planes: Planes = NO_PLANES
+    scores: tuple[ScorePlace, ...] = ()
+    score_width: int = 0
 
     @property
     def row_width(self) -> int:
@@ -104,6 +111,7 @@ def compile_plan(
     num_layers: int,
     *,
     width: Callable[[str, int], int],
+    dtype: str,
     vector: Callable[[Named], Any],
     run: Callable[[RecordedRun, str, int, int], torch.Tensor],
     points: Collection[Point] | None = None,
@@ -115,10 +123,11 @@ def compile_plan(
         prompt_length: in tokens; later positions are generated.
         num_layers: the model's, all stages together.
         width: of a site at a layer.
+        dtype: the model's, as in "bfloat16".
         vector: returns a named vector, float32 `[width]`, numpy or torch.
         run: returns a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
-        on_host: returns a named vector for `Edit.shape`, if the host would have to wait for the one from `vector`.
+        on_host: returns a named vector for `Edit.shape` and for probes, if the host would have to wait for the one from `vector`.
 
     Raises:
         PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
@@ -139,21 +148,22 @@ def compile_plan(
             continue
         for phase in edits if edit.phase == "both" else (edit.phase,):
             edits[phase].setdefault(point, []).append(op)
-    captures = [capture for capture in normal.captures if points is None or point_of(capture) in points]
-    profiles = _Profiles(edits, width, reads_of(normal.captures))
-    selections = {each: Selection.of(each, prompt_length) for each in {item.positions for item in normal.captures}}
-    codes_P, planes, generated_planes = _captured(captures, selections, prompt_length)
-    generated = profiles.number(generated_planes, "decode")
+    readings = [item for item in normal.readings if points is None or point_of(item) in points]
+    scorers = {probe: probe.program(dtype, on_host or vector) for probe in normal.probes}
+    profiles = _Profiles(edits, width, reads_of(normal.captures), scorers)
+    selections = {each: Selection.of(each, prompt_length) for each in {item.positions for item in normal.readings}}
+    codes_P, reads, generated_reads = _read(readings, selections, prompt_length)
+    generated = profiles.number(generated_reads, "decode")
     prompt_P = np.full(listed, generated, np.int32)
     rest_P = np.ones(prompt_length, bool)
     for position, here in placed.items():
         if position < prompt_length:
             rest_P[position] = False
-            prompt_P[position] = profiles.number(planes[codes_P[position]], "prefill", here)
+            prompt_P[position] = profiles.number(reads[codes_P[position]], "prefill", here)
         else:
-            prompt_P[position] = profiles.number(generated_planes, "decode", here)
+            prompt_P[position] = profiles.number(generated_reads, "decode", here)
     for code in np.unique(codes_P[rest_P]).tolist():
-        prompt_P[:prompt_length][rest_P & (codes_P == code)] = profiles.number(planes[code], "prefill")
+        prompt_P[:prompt_length][rest_P & (codes_P == code)] = profiles.number(reads[code], "prefill")
     return CompiledPlan(
         bank.tensors, profiles.list, prompt_P, generated, *_reach(normal, selections, prompt_length, listed)
     )
@@ -167,7 +177,7 @@ def _reach(
     in_prompt, generated = list[Intervention](), list[Intervention]()
     everywhere = False  # whether an edit acts at all of the prompt
     for item in normal.interventions:
-        if isinstance(item, Capture):
+        if isinstance(item, Reading):
             rows = selections[item.positions]
             here, there = bool(rows.prompt.size), bool(rows.generated)
         else:
@@ -188,7 +198,7 @@ def _reach(
     reach = [
         Reach(
             frozenset(point for item in items for point in (point_of(item), *item.further)),
-            frozenset(point_of(item) for item in items if item.its_program is not None),
+            frozenset(point_of(item) for item in items if isinstance(item, Probe) or item.its_program is not None),
         )
         for items in (in_prompt, generated)
     ]
@@ -220,15 +230,16 @@ def plane_width(key: PlaneKey, width: Callable[[str, int], int], reads: Mapping[
     return width(*key[:2]) if program is None else program.packed_width(SIZES[program.dtype])
 
 
-def _captured(
-    captures: list[Capture], selections: Mapping[Any, Selection], prompt_length: int
-) -> tuple[np.ndarray, list[frozenset[PlaneKey]], frozenset[PlaneKey]]:
-    """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and the set at generated positions."""
-    groups: dict[Any, set[PlaneKey]] = {}
-    for capture in captures:
-        groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
-    generated: set[PlaneKey] = set()
-    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[PlaneKey]()]
+def _read(
+    readings: Sequence[Reading], selections: Mapping[Any, Selection], prompt_length: int
+) -> tuple[np.ndarray, list[frozenset[_Read]], frozenset[_Read]]:
+    """The planes to capture and the probes: codes and sets, `sets[codes[position]]` in the prompt; and the set at generated positions."""
+    groups: dict[Any, set[_Read]] = {}
+    for item in readings:
+        read = item if isinstance(item, Probe) else (*point_of(item), item.when)
+        groups.setdefault(item.positions, set()).add(read)
+    generated: set[_Read] = set()
+    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[_Read]()]
     for positions, keys in groups.items():
         rows = selections[positions]
         generated |= keys if rows.generated else set()
@@ -306,47 +317,67 @@ class _VectorBank:
 
 class _Profiles:
     def __init__(
-        self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[PlaneKey, Program]
+        self,
+        edits: dict[str, _Ranked],
+        width: Callable[[str, int], int],
+        programs: Mapping[PlaneKey, Program],
+        scorers: Mapping[Probe, Program],
     ) -> None:
         self.list = [Profile({})]
-        self._edits, self._width, self._reads = edits, width, reads
+        self._edits, self._width, self._programs, self._scorers = edits, width, programs, scorers
         self._same = edits["prefill"] == edits["decode"]
         self._numbers: dict[Any, int] = {}
         self._without_placed: dict[Any, Profile] = {}
 
-    def number(self, planes: frozenset[PlaneKey], phase: str, placed: _Ranked | None = None) -> int:
-        """The number of the profile that captures `planes` and makes the edits of `phase`, and those `placed` at one position."""
+    def number(self, reads: frozenset[_Read], phase: str, placed: _Ranked | None = None) -> int:
+        """The number of the profile that makes these `reads` and the edits of `phase`, and those `placed` at one position."""
         phase = "prefill" if self._same else phase
         everywhere = self._edits[phase]
-        if not planes and not placed and not everywhere:
+        if not reads and not placed and not everywhere:
             return 0
         here = {point: _in_order([*ops, *everywhere.get(point, ())]) for point, ops in (placed or {}).items()}
-        key = planes, phase, tuple(here.items())
+        key = reads, phase, tuple(here.items())
         if key not in self._numbers:
-            if (planes, phase) not in self._without_placed:
-                self._without_placed[planes, phase] = self._make(planes, everywhere)
-            profile = self._without_placed[planes, phase]
+            if (reads, phase) not in self._without_placed:
+                self._without_placed[reads, phase] = self._make(reads, everywhere)
+            profile = self._without_placed[reads, phase]
             if here:
-                ops = {point: self._with_captures(point, edits, profile.planes) for point, edits in here.items()}
-                profile = Profile(profile.ops | ops, profile.planes)
+                ops = {point: self._with_reads(point, edits, profile) for point, edits in here.items()}
+                profile = replace(profile, ops=profile.ops | ops)
             self._numbers[key] = len(self.list)
             self.list.append(profile)
         return self._numbers[key]
 
-    def _make(self, planes: frozenset[PlaneKey], edits: _Ranked) -> Profile:
+    def _make(self, reads: frozenset[_Read], edits: _Ranked) -> Profile:
+        planes = [read for read in reads if not isinstance(read, Probe)]
         in_order = sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after"))
-        row = Planes.of(in_order, lambda key: plane_width(key, self._width, self._reads))
-        points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)
-        ops = {point: self._with_captures(point, _in_order(edits.get(point, ())), row) for point in points}
-        return Profile(ops, row)
+        row = Planes.of(in_order, lambda key: plane_width(key, self._width, self._programs))
+        places, width = [], 0
+        for probe in self._scorers:
+            if probe in reads:
+                program = self._scorers[probe]
+                places.append(ScorePlace(probe.name, width, probe.classes))
+                width += program.packed_width(SIZES[program.dtype])
+        at = {point_of(probe) for probe in reads if isinstance(probe, Probe)}
+        points = sorted({*edits, *at, *((site, layer) for site, layer, _ in planes)}, key=_order)
+        profile = Profile({}, row, tuple(places), width)
+        ops = {point: self._with_reads(point, _in_order(edits.get(point, ())), profile) for point in points}
+        return replace(profile, ops=ops)
 
-    def _with_captures(self, point: Point, edits: tuple[Op, ...], row: Planes) -> tuple[Op, ...]:
-        planes = [row.by_key.get((*point, when)) for when in ("before", "after")]
-        before, after = (
-            [Op("capture", offset=plane.offset, program=self._reads.get(plane[:3]))] if plane else []
-            for plane in planes
-        )
-        return (*before, *edits, *after)
+    def _with_reads(self, point: Point, edits: tuple[Op, ...], profile: Profile) -> tuple[Op, ...]:
+        offsets = {place.name: place.offset for place in profile.scores}
+        reads: list[list[Op]] = []
+        for when in ("before", "after"):
+            after, plane = when == "after", profile.planes.by_key.get((*point, when))
+            program = self._programs.get((*point, when))
+            here = [Op("capture", offset=plane.offset, after=after, program=program)] if plane else []
+            here += [
+                Op("probe", offset=offsets[probe.name], after=after, program=program)
+                for probe, program in self._scorers.items()
+                if probe.name in offsets and probe.when == when and point_of(probe) == point
+            ]
+            reads.append(here)
+        return (*reads[0], *edits, *reads[1])
 
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
@@ -438,8 +469,8 @@ class PlanKeys:
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
-    """The lowest captured position of the prompt, at which cache hits must end; None if none is captured."""
-    prompts = [Selection.of(each, prompt_length).prompt for each in {capture.positions for capture in plan.captures}]
+    """The lowest position of the prompt that is captured or scored, at which cache hits must end; None if there is none."""
+    prompts = [Selection.of(each, prompt_length).prompt for each in {item.positions for item in plan.readings}]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 
 

@@ -2,12 +2,14 @@
 
     plan = [
         Steer("resid_post", layers=[14], vector=v, scale=4.0, phase="decode"),
+        Probe("resid_post", layer=20, weight=w, name="anger", stop_above=2.5),
         Capture("resid_post", layers="all", positions="last_prompt"),
     ]
     model.generate(prompts, plan=plan)
 
 Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). The order
-at a site is: capture before, patches, steers, clamps, programs, capture after. `ops` has one file for each kind of edit.
+at a site is: captures and probes before, patches, steers, clamps, programs, captures and probes after. `ops` has one file for each kind of
+edit.
 
 A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the engine
 holds.
@@ -32,10 +34,11 @@ import numpy as np
 
 from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields, wire
-from midstream.plan.captures import Capture, Consumer, Sink
+from midstream.plan.captures import Capture, Consumer, Reading, Sink
 from midstream.plan.fields import Span, span_positions
 from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer
 from midstream.plan.ops.edit import Intervention, changed, field_names
+from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
 from midstream.plan.selections import Selector
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
@@ -52,6 +55,7 @@ __all__ = [
     "Named",
     "Patch",
     "Plan",
+    "Probe",
     "Program",
     "RecordedRun",
     "Sink",
@@ -75,15 +79,20 @@ MAX_PLACED_EDITS = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Interventions in order. In `a + b`, the interventions of `a` come first."""
+    """Interventions in order. In `a + b`, the interventions of `a` come first.
+
+    Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
+    """
 
     interventions: tuple[Intervention, ...] = ()
 
     def __post_init__(self) -> None:
         fields.settle(self, interventions=tuple(self.interventions))
         for i, item in enumerate(self.interventions):
-            if not isinstance(item, (Edit, Capture)):
-                raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply or Capture")
+            if not isinstance(item, (Edit, Reading)):
+                raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply, Probe or Capture")
+        if self.probes:
+            check_names(self.probes)
 
     def __hash__(self) -> int:
         return self._hash
@@ -106,7 +115,7 @@ class Plan:
                 return given
             case None:
                 return cls()
-            case Edit() | Capture():
+            case Edit() | Reading():
                 return cls((given,))
             case str():
                 return cls.from_json(given)
@@ -148,13 +157,22 @@ class Plan:
         return tuple(item for item in self.interventions if isinstance(item, Capture))
 
     @cached_property
+    def probes(self) -> tuple[Probe, ...]:
+        return tuple(item for item in self.interventions if isinstance(item, Probe))
+
+    @cached_property
+    def readings(self) -> tuple[Reading, ...]:
+        """Its captures and probes."""
+        return self.captures + self.probes
+
+    @cached_property
     def runs(self) -> tuple[RecordedRun, ...]:
         """The recorded runs that its edits read, each once."""
         sources = [value for edit in self.edits for _, value in edit.values()]
         return tuple({source.id: source for source in sources if isinstance(source, RecordedRun)}.values())
 
     def normal(self, num_layers: int | None = None, prompt_length: int | None = None) -> Plan:
-        """The normal form: edits in the order in which they act at a site, then captures.
+        """The normal form: edits in the order in which they act at a site, then captures, then probes by their names.
 
         Args:
             num_layers: the model's number of layers, for which `layers="all"` stands; None keeps "all".
@@ -163,9 +181,11 @@ class Plan:
         Raises:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
         """
-        return Plan(
-            (*_normal_edits(self.edits, num_layers, prompt_length), *self._normal_captures(num_layers, prompt_length))
-        )
+        probes = [probe.placed(prompt_length) for probe in sorted(self.probes, key=lambda probe: probe.name)]
+        for probe in probes:
+            probe.layers_in(num_layers or 0)
+        edits = _normal_edits(self.edits, num_layers, prompt_length)
+        return Plan((*edits, *self._normal_captures(num_layers, prompt_length), *probes))
 
     def _normal_captures(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Capture]:
         found: dict[Any, Capture] = {}
@@ -258,7 +278,9 @@ def _encoded(field: str, value: Any) -> Any:
             return ["consumer", value.name, value.options]
         case tuple() if field == "to":
             return [_encoded(field, sink) for sink in value]
-        case tuple() if len(value) > 16:
+        case (Vector(), *_):
+            return ["vectors", *(vector.digest for vector in value)]
+        case (int(), *_) if len(value) > 16:
             return [len(value), digest(np.array(value, "<i8").tobytes())]
         case tuple():
             return value
@@ -366,22 +388,21 @@ def check(
     _check_size(plan, facts.num_layers)
     for item in plan.interventions:
         _check_positions(item, prompt_length, multimodal)
-        if isinstance(item, Capture) and item.positions == "all_generated" and max_tokens == 0:
+        if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:
             allowed = "positions of the prompt, or more max_tokens"
-            raise fields.refuse("Capture.positions", "'all_generated' with max_tokens=0", allowed)
+            raise fields.refuse(item.label("positions"), "'all_generated' with max_tokens=0", allowed)
         layers = item.layers_in(facts.num_layers)
         _check_site(item, layers, facts.widths)
-        if isinstance(item, Edit):
-            for name, value in item.values():
-                if isinstance(value, RecordedRun):
-                    _check_run_exists(item.label(name), value, runs)
-                    item.check_run(item.label(name), value, facts.widths)
-                elif isinstance(value, Vector):
-                    _check_width(item, name, f"of width {value.width}", value.width, layers, facts.widths)
-                elif isinstance(value, Named) and vectors is not None:
-                    _check_name_exists(item, name, value.name, vectors, runs or {})
-                    width = vectors[value.name]
-                    _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts.widths)
+        for name, value in item.values():
+            if isinstance(value, RecordedRun) and isinstance(item, Edit):
+                _check_run_exists(item.label(name), value, runs)
+                item.check_run(item.label(name), value, facts.widths)
+            elif isinstance(value, Vector):
+                _check_width(item, name, f"of width {value.width}", value.width, layers, facts.widths)
+            elif isinstance(value, Named) and vectors is not None:
+                _check_name_exists(item, name, value.name, vectors, runs or {})
+                width = vectors[value.name]
+                _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts.widths)
         if (program := item.its_program) is not None:
             _check_width(item, item.function or "", f"of width {program.width}", program.width, layers, facts.widths)
             if isinstance(item, Capture) and facts.dtype and program.dtype != facts.dtype:
@@ -498,7 +519,9 @@ def _check_further(item: Intervention, program: Program, layers: Iterable[int], 
                 raise fields.refuse(place, given, f"a value on the pipeline stage of layer {layer}")
 
 
-def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, int], runs: Mapping[str, str]) -> None:
+def _check_name_exists(
+    edit: Intervention, field: str, name: str, vectors: Mapping[str, int], runs: Mapping[str, str]
+) -> None:
     if name in vectors:
         return
     hint = fields.nearest(name, vectors)

@@ -24,14 +24,16 @@ import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.captures import Capture, Consumer
+from midstream.plan.captures import Capture, Consumer, Reading
 from midstream.plan.fields import Span
-from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
+from midstream.plan.ops.edit import Intervention, kind_of, kinds
+from midstream.plan.probes import Probe
 from midstream.plan.program import Program, read_constants, read_programs, written_constant, written_program
 from midstream.plan.selections import Selector, made
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
+READINGS: dict[str, type[Reading]] = {Capture.kind: Capture, Probe.kind: Probe}
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
 MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs' constants
@@ -225,8 +227,8 @@ class _PlanReader:
     def intervention(self, place: str, item: Any) -> Intervention:
         if not isinstance(item, dict):
             raise fields.refuse(place, fields.shown(item), "a dict")
-        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), Capture.kind])
-        cls: Any = Capture if kind == Capture.kind else kind_of(kind)
+        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), *READINGS])
+        cls: Any = READINGS.get(kind) or kind_of(kind)
         required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
         fields.mapping(place, item, ("kind", *required), [field.name for field in _fields_of(cls)], kind)
         values = {
@@ -238,17 +240,24 @@ class _PlanReader:
     def _value(self, place: str, name: str, value: Any, cls: type[Intervention]) -> Any:
         if name == "to":
             return self._to(place, value)
-        if issubclass(cls, Edit) and name in cls.operands:
+        if name in cls.operands:
+            may_be_run = name in cls.run_operands
             if isinstance(value, dict):
-                return self._operand(place, value, name in cls.run_operands)
-            for i, item in enumerate(_list(place, value) if isinstance(value, list) else ()):
-                if type(item) not in (int, float):
+                return self._operand(place, value, may_be_run)
+            items = _list(place, value) if isinstance(value, list) else []
+            if issubclass(cls, Reading) and items and all(isinstance(item, dict) for item in items):
+                return tuple(self._operand(f"{place}[{i}]", item, may_be_run) for i, item in enumerate(items))
+            for i, item in enumerate(items):
+                numbers = (
+                    _list(f"{place}[{i}]", item) if issubclass(cls, Reading) and isinstance(item, list) else [item]
+                )
+                if not all(type(number) in (int, float) for number in numbers):
                     raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
             return value
         if name == cls.function and value is not None:
             fields.mapping(place, value, ("program",))
             return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
-        if cls is Capture and name == "positions" and isinstance(value, dict) and "selector" in value:
+        if issubclass(cls, Reading) and name == "positions" and isinstance(value, dict) and "selector" in value:
             fields.mapping(place, value, ("selector",), ("options",))
             return made(place, value["selector"], fields.mapping(f"{place}.options", value.get("options", {})))
         if name == cls.position_field and isinstance(value, dict):

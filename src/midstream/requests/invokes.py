@@ -31,7 +31,7 @@ from midstream.plan.ops.edit import changed
 from midstream.plan.selections import NO_POSITIONS
 from midstream.plan.values import (
     Capture,
-    Edit,
+    Intervention,
     ModelFacts,
     Plan,
     RecordedRun,
@@ -53,7 +53,6 @@ Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its t
 RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
 _log = logging.getLogger(__name__)
 _PLANE_BYTES = 256
-_INTERVENTIONS = (Edit, Capture)
 
 
 @dataclass
@@ -338,7 +337,7 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
     Raises:
         PlanError: it is neither.
     """
-    if not isinstance(given, (list, tuple)) or all(isinstance(item, _INTERVENTIONS) for item in given):
+    if not isinstance(given, (list, tuple)) or all(isinstance(item, Intervention) for item in given):
         if prompts > 1 and isinstance(given, (list, tuple)) and len(given) == prompts and _are_scales(given):
             _log.warning(
                 "plan is a flat list, so each of the %s prompts gets the sum of all %s Steers. To give each prompt one of them, write "
@@ -347,7 +346,7 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
                 prompts,
             )
         return [Plan.of(given)] * prompts
-    if any(isinstance(item, _INTERVENTIONS) for item in given):
+    if any(isinstance(item, Intervention) for item in given):
         raise PlanError(
             "plan mixes interventions with plans. Allowed: one list of interventions for all prompts, or a list that has for "
             "each prompt a plan, a list of interventions, or None."

@@ -54,6 +54,7 @@ class LoadedPlan:
         acts: bool, whether it does anything, on any rank, at each of the positions of `prompt`.
         acting: what acts at those positions, and what at all other generated ones.
         capturing: the profiles that keep rows.
+        scoring: the profiles that have probes.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         runs: the recorded runs that it reads.
         selectors: choose the rows of generated positions to capture; empty if all are captured or none.
@@ -68,6 +69,7 @@ class LoadedPlan:
     acts: np.ndarray
     acting: tuple[Acting, Acting]
     capturing: frozenset[int]
+    scoring: frozenset[int]
     hooked: list[Point]
     runs: list[str]
     selectors: tuple[Selector, ...]
@@ -210,6 +212,7 @@ class LoadedPlans:
                 self._acting(compiled, {compiled.generated}, generated),
             ),
             frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.row_width),
+            frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.score_width),
             self._hooked(_points(compiled.profiles)),
             [run.id for run in plan.runs],
             _choosing(plan),
@@ -234,7 +237,7 @@ def _shape(plan: Plan, length: int) -> Any:
     """
     if any(isinstance(item.place, tuple) and not item.is_of_generated for item in plan.interventions):
         return length
-    return tuple(_end_of(each, length) for each in dict.fromkeys(capture.positions for capture in plan.captures))
+    return tuple(_end_of(each, length) for each in dict.fromkeys(item.positions for item in plan.readings))
 
 
 @functools.lru_cache(256)

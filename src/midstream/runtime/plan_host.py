@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from midstream.capture.rows import Rows, join_in_order
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
+from midstream.plan.probes import ScoreChunk
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
@@ -19,6 +20,7 @@ from midstream.runtime.planned import Page, PlannedRequest
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
+from midstream.runtime.scores import RequestScores, StepScores
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
@@ -27,6 +29,8 @@ from midstream.sites import NotFinite, Point
 from midstream.trace.rows import BatchLayout
 
 _log = logging.getLogger(__name__)
+# By request: new scores; and the `stop_reason` of those that a probe has ended.
+StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, str]]
 
 
 class PlanHost:
@@ -77,6 +81,8 @@ class PlanHost:
         self._capturing = 0  # requests with rows still to be captured
         self._has_due = True  # whether rows may be due to be sent after the step
         self._editing = 0  # requests whose plan has edits
+        self._probed = 0  # requests with probes
+        self._scores: StepScores | None = None  # of the running step
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
         # The sites in the graphs at which it does, and the programs there.
         self.acting: frozenset[str | InGraph] = frozenset()
@@ -203,8 +209,10 @@ class PlanHost:
         rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout))
         assert rows is not None
         places = self._places(layout, rows.profile_T, batch is not None) if self._capturing else None
-        self.tables.begin_step(rows, places)
-        self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
+        self._scores = self._find_scored(layout, rows.profile_T) if self._probed else None
+        self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
+        # Each step's captured rows and scores go elsewhere.
+        self._prepared = batch if not (self._capturing or self._probed) else None
 
     def _lay_out(self, layout: BatchLayout) -> np.ndarray:
         """int32 `[layout.total]`, the profile of each row."""
@@ -254,6 +262,21 @@ class PlanHost:
                 first += len(rows)
         return places if places.any() else None
 
+    def _find_scored(self, layout: BatchLayout, profile_T: np.ndarray) -> StepScores | None:
+        """The rows of the step that have scores."""
+        step = StepScores(self._device, self._dtype)
+        for name, scheduled in layout.each:
+            request, start = self._requests.get(name), scheduled.first_position
+            if request is None or request.scores is None:
+                continue
+            fresh = scheduled.start + max(request.scores.scored - start, 0)  # scored before a preemption
+            request.scores.scored = max(scheduled.end, request.scores.scored)
+            numbers = profile_T[fresh : scheduled.stop]
+            for number in request.loaded.scoring.intersection(numbers.tolist()):
+                rows = fresh + np.flatnonzero(numbers == number)
+                step.add(name, rows, rows + (start - scheduled.start), self.tables.profiles[number])
+        return step or None
+
     def _next_place(self, request: PlannedRequest, position: int) -> int:
         """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
         loaded = request.loaded
@@ -288,8 +311,30 @@ class PlanHost:
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
+        if self._scores is not None:
+            self._scores.copy()
         if self._capturing and self._has_due:
             self._send_complete()
+
+    def take_scores(self) -> Callable[[], StepResults] | None:
+        """What finds the scores of the step that was queued, and the requests that they end; None without any. Any thread may call it,
+        one step after the other.
+        """
+        step, self._scores = self._scores, None
+        if step is None:
+            return None
+        probed = {name: request.scores for name, request in self._requests.items() if request.scores is not None}
+
+        def find() -> StepResults:
+            chunks: dict[str, list[ScoreChunk]] = {}
+            stops: dict[str, str] = {}
+            for name, found in step.read().items():
+                chunks[name], reason = probed[name].take(found)
+                if reason is not None:
+                    stops[name] = reason
+            return chunks, stops
+
+        return find
 
     @torch.inference_mode()
     def _send_complete(self) -> None:
@@ -333,17 +378,23 @@ class PlanHost:
                 self.captures.fail(name, payload, str(error))
 
     def _begin(self, name: str, payload: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
-        if self._speculative and any(capture.selects_generated for capture in plan.captures):
-            raise PlanError("A capture of generated positions is not supported with speculative decoding.")
+        if self._speculative and any(item.selects_generated for item in plan.readings):
+            raise PlanError("A capture or a probe of generated positions is not supported with speculative decoding.")
+        if plan.probes and self._pipeline.size > 1:
+            raise PlanError(
+                "A probe is not supported with pipeline parallelism. Start the engine with pipeline_parallel_size=1."
+            )
         if payload.record is not None:
             check_recorded(plan)
         self.captures.check(payload, plan)
         sources, loaded = self._take(name, payload, plan, len(prompt))
         done = not plan.captures
+        scores = RequestScores(plan, len(prompt)) if plan.probes else None
         self._requests[name] = PlannedRequest(
-            payload, loaded, sources, len(prompt), complete=done, stops_at_text=stops_at_text
+            payload, loaded, sources, len(prompt), complete=done, stops_at_text=stops_at_text, scores=scores
         )
         self._editing += bool(plan.edits)
+        self._probed += scores is not None
         if plan.captures:
             self._capturing += 1
             self.captures.begin(name, payload, plan, prompt)
@@ -378,6 +429,7 @@ class PlanHost:
             vector=self.vectors.get,
             on_host=self.vectors.on_host,
             run=row,
+            dtype=self.facts.dtype,
             points=self.tables.index.keys(),
         )
 
@@ -392,9 +444,10 @@ class PlanHost:
         old = request.loaded
         if length == request.length:
             return
-        if any(capture.positions != "all" for capture in old.plan.captures):
+        if any(item.positions != "all" for item in old.plan.readings):
             raise PlanError(
-                "A session of streaming input can only capture positions='all': other selections depend on the length of one prompt."
+                "A session of streaming input can only capture and score positions='all': other selections depend on the length of one "
+                "prompt."
             )
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
@@ -407,6 +460,7 @@ class PlanHost:
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request = self._requests.pop(name)
         self._editing -= bool(request.loaded.plan.edits)
+        self._probed -= request.scores is not None
         try:
             unsent = not request.complete
             self._capturing -= unsent

@@ -11,6 +11,7 @@ from midstream.capture.rows import Rows
 from midstream.plan.captures import Planes
 from midstream.runtime.loaded_plans import LoadedPlan
 from midstream.runtime.request import PlanRequest
+from midstream.runtime.scores import RequestScores
 from midstream.runtime.store import Sources
 
 _PAGE_BYTES = 256 << 10
@@ -62,6 +63,7 @@ class PlannedRequest:
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
         stops_at_text: whether a stop string may end it.
+        scores: its probes; None without any.
         rows: captured ones that are not sent yet, except those in `page`.
         page: holds the last captured rows of generated tokens.
         size: bytes of the rows that are not sent.
@@ -75,6 +77,7 @@ class PlannedRequest:
     computed: int = 0
     complete: bool = False
     stops_at_text: bool = False
+    scores: RequestScores | None = None
     rows: list[Rows] = field(default_factory=list)
     page: Page | None = None
     size: int = 0

@@ -13,7 +13,7 @@ Legend: T rows of the batch, R the rows with a program, H the site's width.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,8 +37,8 @@ class ProgramAt(NamedTuple):
     """Where programs of one form run.
 
     Attributes:
-        what: "edit"; or "before" or "after" for what a capture keeps.
-        turn: how many programs of edits of the row run there before.
+        what: "edit"; or "capture" or "probe", with "before" or "after".
+        turn: of edits, how many run on the row there before; of the others, how many of the same form have `what`.
         form: `Form.key`.
         inputs: where the values of its further inputs are kept.
     """
@@ -139,21 +139,24 @@ def all_programs(compiled: CompiledPlan) -> set[Program]:
 
 def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
     """The ops without a program, before the first edit by a program and behind the last one; all, and none, if there is no such edit."""
-    places = [i for i, op in enumerate(ops) if op.program is not None and op.kind != "capture"]
+    places = [i for i, op in enumerate(ops) if op.program is not None and op.is_edit]
     parts = (ops[: places[0]], ops[places[-1] + 1 :]) if places else (ops, ())
     before, behind = ([op for op in part if op.program is None] for part in parts)
     return before, behind
 
 
 def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program, int]]:
-    """The programs of a profile, with where they run, and where a capture's results lie in the captured row; -1 for an edit."""
+    """The programs of a profile, with where they run, and where the results of a capture or a probe lie in its row; -1 for an edit."""
     for point, ops in profile.ops.items():
         for turn, op in enumerate(with_programs(ops)):
             assert op.program is not None
             yield ProgramAt(point, "edit", turn, op.program.form.key, op.inputs), op.program, -1
-        for i, op in enumerate(ops):
-            if op.kind == "capture" and op.program is not None:
-                yield ProgramAt(point, "after" if i else "before", 0, op.program.form.key), op.program, op.offset
+        turns = Counter[tuple[str, str]]()
+        for op in ops:
+            if op.program is not None and not op.is_edit:
+                key = f"{op.kind} {'after' if op.after else 'before'}", op.program.form.key
+                yield ProgramAt(point, key[0], turns[key], key[1]), op.program, op.offset
+                turns[key] += 1
 
 
 def value_of(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:

@@ -43,6 +43,7 @@ from midstream.sites import Point
 _FIRST_PROFILES = 64
 # As in `kernel`, which is imported only where Triton is installed.
 OP_WORDS, ENTRY_WORDS = 6, 8
+READINGS = ("capture", "probe")  # the kinds of ops that keep something of a row
 
 
 @dataclass
@@ -139,22 +140,23 @@ class Tables:
             raise PlanError("The device has no memory left for the numbers of the plan's programs.") from error
         return constants
 
-    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None, score_places: np.ndarray | None = None) -> None:
         """The coming forward's rows.
 
         Args:
             places: int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not kept. None if no row is.
+            score_places: the same for rows of scores.
         """
         before, self._rows = self._rows, rows
         if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
             self._set_rows(rows)
-        self._set_places(places, len(rows.profile_T))
+        self._set_places(places, score_places, len(rows.profile_T))
 
     def _set_rows(self, rows: RowProfiles) -> None:
         """The rows differ from those of the step before."""
         raise NotImplementedError
 
-    def _set_places(self, places: np.ndarray | None, count: int) -> None:
+    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
         """Called in every step, after the rows, of which there are `count`."""
         raise NotImplementedError
 
@@ -254,8 +256,9 @@ class DeviceTables(Tables):
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._number_T = torch.zeros_like(self._profile_T)  # the same, at most MOST_PROFILES, for programs
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._score_T = torch.zeros_like(self._capture_T)
         self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._addressed = 0  # rows that may have a capture address
+        self._addressed = {"capture": 0, "probe": 0}  # rows that may have an address
         self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
@@ -378,7 +381,7 @@ class DeviceTables(Tables):
             self._free.sort(reverse=True)  # low numbers first: programs need them
         return taken
 
-    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None, score_places: np.ndarray | None = None) -> None:
         if self._stale:
             old = slice(self._stale.start, self._stale.stop)
             self._upload(self._host[old], self._table[old])
@@ -389,7 +392,7 @@ class DeviceTables(Tables):
         self.programs.flush()
         for kept in rows.programs.kept.values() if rows.programs is not None else ():
             kept.value = None  # of the last step with these rows
-        super().begin_step(rows, places)
+        super().begin_step(rows, places, score_places)
 
     def _set_rows(self, rows: RowProfiles) -> None:
         self._acting = None
@@ -403,26 +406,31 @@ class DeviceTables(Tables):
         if self.programs:
             torch.clamp(profile_T, max=MOST_PROFILES, out=self._number_T[: len(profile_T)])
 
-    def _set_places(self, places: np.ndarray | None, count: int) -> None:
-        if places is None and not self._addressed:
-            return
-        capture_T = np.zeros(max(count, self._addressed), np.int64)  # also clears the last step's addresses
-        if places is not None:
-            capture_T[:count] = places
-        self._upload(capture_T, self._capture_T[: len(capture_T)])
-        self._addressed = count if places is not None else 0
+    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
+        for kind, given in (("capture", places), ("probe", score_places)):
+            if given is None and not self._addressed[kind]:
+                continue
+            addresses_T = np.zeros(max(count, self._addressed[kind]), np.int64)  # also clears the last step's addresses
+            if given is not None:
+                addresses_T[:count] = given
+            self._upload(addresses_T, self._addresses(kind)[: len(addresses_T)])
+            self._addressed[kind] = count if given is not None else 0
+
+    def _addresses(self, kind: str) -> torch.Tensor:
+        """The buffer with the address of each row's captured row, or of its row of scores."""
+        return self._capture_T if kind == "capture" else self._score_T
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
             return
         self._keep(point, hidden, residual)
-        self._read(self._programs_at(point, "before"), hidden, residual)
+        self._read(point, "before", hidden, residual)
         self._launch(point, hidden, residual, self._profile_T)
         if self._run_edits(point, hidden, residual):
             assert self._rows is not None
             if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
                 self._capture_behind(point, hidden, residual)
-        self._read(self._programs_at(point, "after"), hidden, residual)
+        self._read(point, "after", hidden, residual)
 
     def _programs_at(self, point: int, what: str) -> Sequence[Group]:
         """Those that run there in the step. `what`: as of `ProgramAt`."""
@@ -454,12 +462,13 @@ class DeviceTables(Tables):
         run_groups(groups, first, second, partial(self._note_overflow, point))
         return bool(groups)
 
-    def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep what programs compute from rows."""
-        for group in groups:
-            assert group.offsets is not None
-            value = group.run(value_at(*streams(hidden, residual), group.rows))
-            self._kernel.store_rows(value, self._capture_T[group.rows], group.offsets)
+    def _read(self, point: int, when: str, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep what the programs of captures and probes compute from rows."""
+        for kind in READINGS:
+            for group in self._programs_at(point, f"{kind} {when}"):
+                assert group.offsets is not None
+                value = group.run(value_at(*streams(hidden, residual), group.rows))
+                self._kernel.store_rows(value, self._addresses(kind)[group.rows], group.offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
@@ -517,10 +526,11 @@ class DeviceTables(Tables):
         rows = len(first)
         number_T = self._number_T[:rows]
 
-        def read(what: str) -> None:
-            for each in programs.get(what, ()):
-                value, offset_T = each.read(number_T, value_of(first, second))
-                self._kernel.store_rows(value, self._capture_T[:rows], offset_T)
+        def read(when: str) -> None:
+            for kind in READINGS:
+                for each in programs.get(f"{kind} {when}", ()):
+                    value, offset_T = each.read(number_T, value_of(first, second))
+                    self._kernel.store_rows(value, self._addresses(kind)[:rows], offset_T)
 
         if kept is not None:
             kept.put(self.points[point], first, second)

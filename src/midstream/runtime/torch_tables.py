@@ -42,6 +42,7 @@ class TorchTables(Tables):
         self._needed: set[Point] = set()  # whose values programs of the step need later in it
         self._values: dict[Point, torch.Tensor] = {}  # these, `[T, width]`
         self._places: np.ndarray | None = None
+        self._score_places: np.ndarray | None = None
 
     def _place(self, slots: ProfileSlots) -> None:
         bank = list(slots.compiled.bank)
@@ -53,8 +54,8 @@ class TorchTables(Tables):
             self._banks.pop(number, None)
         super().unload(slots)
 
-    def begin_step(self, rows: RowProfiles, places: np.ndarray | None) -> None:
-        super().begin_step(rows, places)
+    def begin_step(self, rows: RowProfiles, places: np.ndarray | None, score_places: np.ndarray | None = None) -> None:
+        super().begin_step(rows, places, score_places)
         self._values.clear()
         self.overflow.clear()  # of an earlier step, on a stage that does not end the forward
 
@@ -65,8 +66,8 @@ class TorchTables(Tables):
         self._groups = rows.prepared
         self._needed = set().union(*(self.profiles[number].further for number, _ in self._groups))
 
-    def _set_places(self, places: np.ndarray | None, count: int) -> None:
-        self._places = places
+    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
+        self._places, self._score_places = places, score_places
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         first, second = streams(hidden, residual)
@@ -109,11 +110,11 @@ class TorchTables(Tables):
             if one.requires_grad and isinstance(rows, slice):
                 one = one.clone()  # autograd does not allow that a view of it is written to
             old = value_of(one, two)
-            edits = any(op.kind != "capture" for op in ops)
+            edits = any(op.is_edit for op in ops)
             new_one, new_two = self._new(point, ops, number, rows, old, one, two) if edits else (one, two)
-            for i, op in enumerate(ops):
-                if op.kind == "capture":  # one that comes first takes the value before the edits
-                    self._capture(op, rows, value_of(new_one, new_two) if i else old)
+            for op in ops:
+                if not op.is_edit:
+                    self._keep(op, rows, value_of(new_one, new_two) if op.after else old)
             if edits:
                 yield rows, new_one, new_two
 
@@ -152,15 +153,16 @@ class TorchTables(Tables):
         self.overflow.clear()
         return codes_T, lambda: None
 
-    def _capture(self, op: Op, rows: Rows, value_RH: torch.Tensor) -> None:
-        """Copy what `op` captures of these rows to their places."""
-        if self._places is None:
+    def _keep(self, op: Op, rows: Rows, value_RH: torch.Tensor) -> None:
+        """Copy what a capture or a probe makes of these rows to their places."""
+        all_places = self._places if op.kind == "capture" else self._score_places
+        if all_places is None:
             return
         value_RH = value_RH.detach()
         value_RH = run(op.program, value_RH) if op.program is not None else value_RH.to(self._dtype)
         value_RH = value_RH.cpu().contiguous()
         start, size = value_RH.data_ptr(), value_RH.shape[-1] * value_RH.element_size()
-        places = self._places[rows if isinstance(rows, slice) else rows.numpy()].tolist()
+        places = all_places[rows if isinstance(rows, slice) else rows.numpy()].tolist()
         for i, place in enumerate(places):
             if place:
                 ctypes.memmove(place + op.offset * value_RH.element_size(), start + i * size, size)

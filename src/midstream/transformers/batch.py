@@ -25,9 +25,11 @@ from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
+from midstream.plan.probes import ScoreChunk, Scores
 from midstream.plan.values import not_finite
 from midstream.requests.invokes import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.runtime.points import PointHooks, points_of
+from midstream.runtime.scores import RequestScores, StepScores
 from midstream.runtime.store import RunStore
 from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
@@ -89,9 +91,11 @@ class Generated(_Output):
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
         text: the generated tokens as text, without special tokens, up to the first of the strings in `stop`.
         finish_reason: "stop" at such a string or an end-of-text token, and if the trace ended the request; else "length".
-        stop_reason: the string, the token if it is one of `stop_token_ids`, or "trace:stop" for a trace; None otherwise.
+        stop_reason: the string, the token if it is one of `stop_token_ids`, "trace:stop" for a trace, or "probe:NAME" for a probe; None
+            otherwise.
         saves: the trace's saved values, by name.
         captures: the rows that the plan captured.
+        scores: what the plan's probes found.
         answers: the log-probability of each answer, in nats.
     """
 
@@ -102,6 +106,7 @@ class Generated(_Output):
     finish_reason: str
     stop_reason: int | str | None
     captures: Captured | None
+    scores: Scores
     answers: dict[str | int, float] | None
 
     @staticmethod
@@ -295,6 +300,7 @@ class PaddedBatch:
             stop_reason=request.stop_reason,
             saves={},
             captures=Captured(request.name),
+            scores=request.running.scores if request.running is not None else Scores(),
             answers=request.graded if request.invoke.answers else {},
         )
 
@@ -515,6 +521,7 @@ class RunningPlan:
         vectors: the model's named vectors.
         runs: the model's recorded runs.
         sinks: take captured rows.
+        dtype: the model's.
 
     Attributes:
         not_finite: the first position and site that an edit made infinite or NaN.
@@ -524,7 +531,13 @@ class RunningPlan:
     """
 
     def __init__(
-        self, request: BatchRequest, arch: Architecture, vectors: Mapping[str, Any], runs: RunStore, sinks: Sinks
+        self,
+        request: BatchRequest,
+        arch: Architecture,
+        vectors: Mapping[str, Any],
+        runs: RunStore,
+        sinks: Sinks,
+        dtype: torch.dtype,
     ) -> None:
         assert request.plan is not None
         plan = self._plan = request.plan
@@ -535,10 +548,15 @@ class RunningPlan:
             width=lambda site, layer: arch.widths[site, layer],
             vector=lambda named: vectors[named.name].data,
             run=runs.row,
+            dtype=plan.facts.dtype,
         )
+        self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
+        self._step = StepScores(torch.device("cpu"), dtype)  # of the running step
+        self._chunks: list[ScoreChunk] = []
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
         self._capture = RequestCapture(info, plan.routes, sinks, plan.no_rows)
         self._captured: list[Rows] = []  # in the running step
+        self._dtype = dtype
         self.not_finite: NotFinite | None = None
 
     def load(self, tables: TorchTables) -> frozenset[Point]:
@@ -546,12 +564,12 @@ class RunningPlan:
         self._numbers = tables.load(self._compiled).ids
         return frozenset[Point]().union(*(profile.points for profile in self._compiled.profiles))
 
-    def begin_step(self, first: int, count: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    def begin_step(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The next forward computes `count` positions from `first` on.
 
         Returns:
-            int32 `[count]`, each position's profile in the tables; and int64 `[count]`, the address to write its captured row to, 0 for
-            none.
+            int32 `[count]`, each position's profile in the tables; and twice int64 `[count]`, the address to write its captured row to, and
+            its scores; 0 for none.
         """
         compiled, length = self._compiled, len(self._compiled.prompt)
         positions = np.arange(first, first + count)
@@ -560,15 +578,29 @@ class RunningPlan:
         for number in np.unique(profiles):
             profile, rows = compiled.profiles[number], np.flatnonzero(profiles == number)
             if profile.row_width:
-                block = torch.empty(len(rows), profile.row_width, dtype=dtype)
+                block = torch.empty(len(rows), profile.row_width, dtype=self._dtype)
                 places[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
                 self._captured.append(Rows(rows + first, profile.planes, block))
-        return self._numbers[profiles], places
+            if profile.score_width:
+                self._step.add("", rows, rows + first, profile)
+        return self._numbers[profiles], places, self._step.place(count)
 
-    def end_step(self) -> None:
-        """The forward has written the rows of its step."""
+    def end_step(self) -> str | None:
+        """The forward has written the rows of its step. Returns the `stop_reason` if a probe ends the request before the next token."""
         self._capture.add(self._captured)
         self._captured = []
+        step, self._step = self._step, StepScores(torch.device("cpu"), self._dtype)
+        if self._scores is None or not step:
+            return None
+        step.copy()
+        chunks, reason = self._scores.take(step.read()[""])
+        self._chunks += chunks
+        return reason
+
+    @property
+    def scores(self) -> Scores:
+        """What the probes have found."""
+        return Scores(self._plan.plan.probes, self._chunks)
 
     def end(self, generated: int) -> None:
         """The request has ended with so many tokens."""
@@ -597,7 +629,7 @@ class BatchPlans:
     """
 
     def __init__(self, model: Any, arch: Architecture, requests: Sequence[BatchRequest]) -> None:
-        self._requests, self._dtype = requests, model.dtype
+        self._requests = requests
         self._tables = TorchTables(points_of(arch), model.device, model.dtype)
         self._hooks = PointHooks(model, arch, (), self._tables)
         self._length = 0  # of the running step
@@ -613,15 +645,16 @@ class BatchPlans:
 
     def begin_step(self, length: int) -> None:
         """The next forward computes `length` columns of the padded batch."""
-        profile_T, place_T = (np.zeros(len(self._requests) * length, dtype) for dtype in (np.int32, np.int64))
+        count = len(self._requests) * length
+        profile_T, place_T, score_T = (np.zeros(count, dtype) for dtype in (np.int32, np.int64, np.int64))
         self._length = length
         for row, request in enumerate(self._requests):
             if request.running is None or request.finish_reason is not None:
                 continue
             start, stop = row * length + request.rows.pad, (row + 1) * length
-            step = request.running.begin_step(request.computed, stop - start, self._dtype)
-            profile_T[start:stop], place_T[start:stop] = step
-        self._tables.begin_step(RowProfiles(profile_T), place_T)
+            step = request.running.begin_step(request.computed, stop - start)
+            profile_T[start:stop], place_T[start:stop], score_T[start:stop] = step
+        self._tables.begin_step(RowProfiles(profile_T), place_T, score_T)
         self._hooks.on = bool(profile_T.any())
 
     def end_step(self) -> None:
@@ -634,5 +667,7 @@ class BatchPlans:
                 position = request.computed + column - request.rows.pad
                 request.running.not_finite = NotFinite(position, self._tables.points[point])
         for request in self._requests:
-            if request.running is not None:
-                request.running.end_step()
+            if request.running is not None and request.finish_reason is None:
+                reason = request.running.end_step()
+                if reason is not None:
+                    request.finish_reason, request.stop_reason = "stop", reason

@@ -307,7 +307,9 @@ class LanguageModel(TraceModel):
                 stack.callback(lambda: run_now(self.runs.release(runs)))
             for request in requests:
                 if request.plan is not None:
-                    request.running = RunningPlan(request, self.arch, self.vectors, self._run_store, self.sinks)
+                    request.running = RunningPlan(
+                        request, self.arch, self.vectors, self._run_store, self.sinks, self.module.dtype
+                    )
                     until.callback(request.running.discard)
             with BatchPlans(self.module, self.arch, requests) as plans:
                 PaddedBatch(self, self._interleaver, plans, requests, invokes).run()

@@ -14,6 +14,7 @@ from typing import Any
 
 from midstream.capture.rows import Captured
 from midstream.engine import launch
+from midstream.engine.scores import chunks_of
 from midstream.errors import (
     NOT_FINITE,
     CaptureError,
@@ -25,6 +26,7 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
+from midstream.plan.probes import Scores
 from midstream.ranks.merge import merged_outcomes
 from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
@@ -37,6 +39,7 @@ from midstream.vllm.engine import EngineConnection, EngineRequest
 _SINK_THREADS = 1024  # the number of requests that can wait for their sinks at a time
 _LONG_SECONDS = 0.002  # if reading saved values takes longer, the next reading runs on another thread
 # The number of a request, its output, and its result if it has finished; or an error.
+_NO_SCORES = Scores()
 _Queued = Item | BaseException
 _StageMessage = tuple[ResultHeader, list[Outcome]]
 
@@ -162,9 +165,14 @@ class RunningRequest:
         self._answers: dict[str | int, float] | None = None
         self._following: asyncio.Future[None] | None = None  # takes captured rows as they arrive
         self.is_finished = False
+        self._probes = request.plan.plan.probes if request.plan is not None else ()
         is_cumulative = request.params.output_kind.name != "DELTA"
         self._is_plain = (
-            is_cumulative and saves is None and request.rows is None and not request.answers and self._samples == 1
+            is_cumulative
+            and saves is None
+            and request.rows is None
+            and not (request.answers or self._probes)
+            and self._samples == 1
         )
 
     def skip_to_the_last(self) -> None:
@@ -205,7 +213,7 @@ class RunningRequest:
         """Whether `output` needs no `take`: it is not the last, and the request has no saves, captures and answers."""
         if output.finished or not self._is_plain:
             return False
-        output.saves, output.captures, output.answers = {}, None, {}
+        output.saves, output.captures, output.answers, output.scores = {}, None, {}, _NO_SCORES
         return True
 
     async def take(self, output: Any) -> InvokeResult | None:
@@ -217,6 +225,7 @@ class RunningRequest:
         if self._answers is None:  # from the first output with a token: vLLM may stream each token once
             self._answers = graded(output, self._request.answers)
         output.answers = self._answers
+        output.scores = self._scores()
         if not output.finished:
             output.saves, output.captures = await self._saves.latest(), None
             return None
@@ -224,6 +233,14 @@ class RunningRequest:
         await self._put_captures(result)
         self.is_finished = True
         return result
+
+    def _scores(self) -> Scores | list[Scores]:
+        """The scores that have come; those of each sample, if there are several."""
+        if not self._probes:
+            return _NO_SCORES
+        seen = [self._seen.get(i) for i in range(self._samples)]
+        each = [Scores(self._probes, chunks_of(sample) if sample is not None else ()) for sample in seen]
+        return each[0] if self._samples == 1 else each
 
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample. Their rows are final."""

@@ -69,11 +69,12 @@ class Op(NamedTuple):
     """One operation on a row at a site, as tables and kernels read it.
 
     Attributes:
-        kind: `Edit.kind`, or "capture".
+        kind: `Edit.kind`, or "capture" or "probe".
         vector, mask: indices of the first and the second operand in a bank of vectors; -1 for none.
         a, b, c: `Edit.numbers`.
-        offset: for a capture, where the value starts in the captured row, in elements.
-        program: an edit's function in place of arithmetic; a capture's function of the value that it keeps.
+        offset: for a capture or a probe, where its result starts in the captured row or the row of scores, in elements.
+        after: for a capture or a probe, whether it reads the value after the edits, and not before them.
+        program: an edit's function in place of arithmetic; a capture's or a probe's function of the value that it reads.
         inputs: the (site, layer) of the program's further inputs.
     """
 
@@ -84,8 +85,13 @@ class Op(NamedTuple):
     b: float = 0.0
     c: float = 0.0
     offset: int = 0
+    after: bool = False
     program: Program | None = None
     inputs: tuple[Point, ...] = ()
+
+    @property
+    def is_edit(self) -> bool:
+        return self.kind not in ("capture", "probe")
 
 
 class RowChange(NamedTuple):
@@ -108,20 +114,25 @@ class RowChange(NamedTuple):
 
 
 class Intervention:
-    """Base of edits and `Capture`: frozen dataclasses with a site, layers and positions.
+    """Base of edits, `Capture` and `Probe`: frozen dataclasses with a site, layers and positions.
 
     Attributes:
         kind: its name on the wire.
         layer_field, position_field: the names of the fields for layers and positions.
         function: the field that holds a `Program`; None if there is none.
+        operands: the fields that hold a vector of the site's width, or the name of one. Of an edit the arithmetic's v and w: at most two.
+        run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
     """
 
     kind: ClassVar[str]
     layer_field: ClassVar[str] = "layers"
     position_field: ClassVar[str] = "positions"
     function: ClassVar[str | None] = None
+    operands: ClassVar[tuple[str, ...]] = ()
+    run_operands: ClassVar[tuple[str, ...]] = ()
 
     site: str
+    layer: int
     layers: Any
     positions: Any
 
@@ -135,10 +146,18 @@ class Intervention:
         """The (site, layer) of other values that it reads."""
         return ()
 
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """The given operands: (field, `Vector`, `Named`, `RecordedRun` or `Zeros`)."""
+        for field in self.operands:
+            value = getattr(self, field)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None:
+                    yield field, one
+
     @property
     def at_layers(self) -> Any:
         """`"all"` or a tuple of layers."""
-        return self.layers
+        return (self.layer,) if self.layer_field == "layer" else self.layers
 
     @property
     def place(self) -> Any:
@@ -156,6 +175,8 @@ class Intervention:
         attributes["site"] = fields.site(self.label("site"), self.site)
         if self.layer_field == "layers":
             attributes["layers"] = fields.layers(self.label("layers"), self.layers)
+        else:
+            attributes["layer"] = fields.integer(self.label("layer"), self.layer)
         fields.settle(self, **attributes)
 
     def layers_in(self, num_layers: int) -> Sequence[int]:
@@ -174,6 +195,8 @@ class Intervention:
         """
         if self.at_layers == "all" or self.at_layers[0] >= 0:  # they are in order
             return self
+        if self.layer_field == "layer":
+            return changed(self, layer=self.layer + num_layers) if self.layer >= -num_layers else self
         layers = sorted(layer + num_layers if -num_layers <= layer < 0 else layer for layer in self.at_layers)
         if len(set(layers)) < len(layers):
             given = f"{fields.shown(self.at_layers)}, which has a layer twice in a model of {num_layers}"
@@ -207,15 +230,11 @@ class Edit(Intervention):
         order: edits of a lower order act first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30; edits with a `function` act last.
         adds: whether the arithmetic returns a summand rather than the new value. Consecutive edits that add are computed from the same h
             and added to it in one sum, so their order does not matter.
-        operands: the fields that hold a vector: the arithmetic's v and w. At most two.
-        run_operands: the operands that may also hold a `RecordedRun` or zeros; `run_row` says which row.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
     """
 
     order: ClassVar[int]
     adds: ClassVar[bool] = False
-    operands: ClassVar[tuple[str, ...]] = ()
-    run_operands: ClassVar[tuple[str, ...]] = ()
     place_fields: ClassVar[frozenset[str]] = frozenset({"positions", "phase"})
 
     phase: str
@@ -308,13 +327,6 @@ class Edit(Intervention):
         values = [getattr(self, name) for name in names if name not in self.place_fields]
         return (self.kind, *(value.id if isinstance(value, RecordedRun) else value for value in values))
 
-    def values(self) -> Iterator[tuple[str, Any]]:
-        """The given operands: (field, `Vector`, `Named`, `RecordedRun` or `Zeros`)."""
-        for field in self.operands:
-            value = getattr(self, field)
-            if value is not None:
-                yield field, value
-
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Self]:
         """The edit's normal form: one edit for each layer and position.
 
@@ -370,8 +382,8 @@ def register(cls: E) -> E:
     kind, is_edit = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
     if not is_edit or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
         raise ValueError(f"{cls.__name__} must be a frozen dataclass, a subclass of Edit, with a kind and an order.")
-    if kind == "capture" or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
-        taken = _registered[kind].__name__ if kind in _registered else "Capture"
+    if kind in ("capture", "probe") or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
+        taken = _registered[kind].__name__ if kind in _registered else kind.title()
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
     if len(cls.operands) > 2 or not set(cls.operands) <= set(field_names(cls)):  # type: ignore[arg-type]
         raise ValueError(f"{cls.__name__}.operands names up to two of its fields.")
@@ -429,7 +441,7 @@ def apply(
     Returns:
         `[T, H]` in the dtype of `x_TH`, equal to it bit for bit wherever the edits change nothing.
     """
-    if all(op.kind == "capture" for op in ops):
+    if not any(op.is_edit for op in ops):
         return x_TH
     new_TH = edited(x_TH, ops, bank, values)
     return x_TH.where(new_TH == x_TH, new_TH)  # 0 equals -0: keep the old sign
@@ -453,7 +465,7 @@ def edited(
 
 def with_programs(ops: Sequence[Op]) -> tuple[Op, ...]:
     """The edits among the ops that run a program, after the others."""
-    return tuple(op for op in ops if op.program is not None and op.kind != "capture")
+    return tuple(op for op in ops if op.program is not None and op.is_edit)
 
 
 def _by_arithmetic(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -461,7 +473,7 @@ def _by_arithmetic(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.T
     h_TH = x_TH.float()
     added: torch.Tensor | None = None  # the sum of the latest edits that add
     for op in ops:
-        if op.kind == "capture" or op.program is not None:
+        if not op.is_edit or op.program is not None:
             continue
         edit = kind_of(op.kind)
         v_H, w_H = (bank[i].to(h_TH.device) if i >= 0 else None for i in (op.vector, op.mask))

@@ -63,7 +63,6 @@ class Patch(Edit):
         elif not isinstance(source, (RecordedRun, Zeros)):
             source = as_vector_or_name("Patch.source", source)
         self.settle(
-            layer=fields.integer("Patch.layer", self.layer),
             position=fields.positions("Patch.position", self.position),
             source=source,
             alpha=fields.number("Patch.alpha", self.alpha, 0.0, 1.0),
@@ -86,10 +85,6 @@ class Patch(Edit):
         if not isinstance(self.position, Span) and len(given) not in (1, len(self.position)):
             raise fields.refuse(field, f"{len(given)} positions for {len(self.position)}", allowed)
         return given
-
-    @property
-    def at_layers(self) -> tuple[int]:
-        return (self.layer,)
 
     def counted_from_0(self, num_layers: int) -> Patch:
         layers = {

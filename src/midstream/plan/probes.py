@@ -1,0 +1,271 @@
+"""Probes: scores of each token, computed from its row while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from midstream.plan import fields
+from midstream.plan.captures import Reading
+from midstream.plan.program import Program
+from midstream.plan.vectors import Named, Vector, as_vector, as_vector_or_name
+
+MAX_PROBES = 64  # of a plan
+MAX_CLASSES = 64
+ACTIVATIONS = ("sigmoid", "softmax", "tanh", "relu")
+AGGREGATES = ("last", "max", "mean", "ema")
+
+
+@fields.explained
+@dataclass(frozen=True)
+class Probe(Reading):
+    """A linear probe: `score = activation(h . weight + bias)`, computed in float32 for each selected token, and returned with the output.
+
+    The model reads a token in the step that computes the next one, so a token's score comes with the next token. The last token of a
+    request that ends by itself is never read and has no score. Linear probes of activations: Alain and Bengio 2016 (arXiv:1610.01644); of
+    the truth of statements: Marks and Tegmark 2023 (arXiv:2310.06824).
+
+    Args:
+        site: one of `midstream.sites.LAYER_SITES`.
+        layer: counted from 0, or from the end: -1.
+        weight: `[hidden]` for one score a token; `[hidden, C]` for C of them, at most 64; or the name of a vector that the engine holds.
+        name: of its scores, which no other probe of the plan has: `output.scores[name]`, float32 `[tokens, C]`.
+        bias: a number, or C of them.
+        activation: None, `"sigmoid"`, `"softmax"` (over the C scores), `"tanh"` or `"relu"`.
+        positions: the tokens to score, as in `Capture`. Prompt tokens that it selects are computed again if the prefix cache has them.
+        when: `"before"` or `"after"` the edits of the same site.
+        stop_above, stop_below: end the request at the first token whose aggregated score is above, or below, this number. The token is the
+            last one of the output, and `stop_reason` is `"probe:NAME"`. Only for one score a token.
+        aggregate: what is compared with `stop_above` and `stop_below`: the `"last"` score, or the `"max"`, the `"mean"` or the exponential
+            moving average `"ema"` of all scores so far.
+        decay: of the moving average, from 0 to 1: `ema = decay * ema + (1 - decay) * score`, beginning with the first score.
+
+    Raises:
+        PlanError: the value of a field is not allowed.
+    """
+
+    kind: ClassVar[str] = "probe"
+    layer_field: ClassVar[str] = "layer"
+    operands: ClassVar[tuple[str, ...]] = ("weight",)
+
+    site: str
+    _: KW_ONLY
+    layer: int
+    weight: Any
+    name: str
+    bias: Any = 0.0
+    activation: str | None = None
+    positions: Any = "all_generated"
+    when: str = "before"
+    stop_above: float | None = None
+    stop_below: float | None = None
+    aggregate: str = "last"
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        weight = _columns(self.weight)
+        classes = len(weight) if isinstance(weight, tuple) else 1
+        bias = as_vector("Probe.bias", np.atleast_1d(np.asarray(self.bias, np.float32))).data.tolist()
+        if len(bias) not in (1, classes):
+            raise fields.refuse("Probe.bias", f"{len(bias)} numbers", f"a number, or {classes}, as the weight has")
+        if self.activation is not None:
+            fields.one_of("Probe.activation", self.activation, ACTIVATIONS)
+        if self.activation == "softmax" and classes == 1:
+            raise fields.refuse("Probe.activation", "'softmax' of one score, which is always 1", "'sigmoid'")
+        bounds = {
+            field: fields.number(f"Probe.{field}", bound)
+            for field in ("stop_above", "stop_below")
+            if (bound := getattr(self, field)) is not None
+        }
+        if bounds and classes > 1:
+            field = next(iter(bounds))
+            raise fields.refuse(
+                f"Probe.{field}", f"a bound of {classes} scores", "None for more than one score a token"
+            )
+        self.settle(
+            weight=weight,
+            name=fields.name("Probe.name", self.name),
+            bias=tuple(bias) if len(bias) > 1 else bias[0],
+            aggregate=fields.one_of("Probe.aggregate", self.aggregate, AGGREGATES),
+            decay=fields.number("Probe.decay", self.decay, 0.0, 1.0),
+            **bounds,
+        )
+
+    @property
+    def classes(self) -> int:
+        """How many scores a token has."""
+        return len(self.weight) if isinstance(self.weight, tuple) else 1
+
+    @property
+    def stops(self) -> bool:
+        """Whether it may end the request."""
+        return self.stop_above is not None or self.stop_below is not None
+
+    def stops_at(self, score: float) -> bool:
+        """Whether an aggregated score ends the request."""
+        above, below = self.stop_above, self.stop_below
+        return (above is not None and score > above) or (below is not None and score < below)
+
+    def program(self, dtype: str, vector: Callable[[Named], Any]) -> Program:
+        """The program that computes the scores, for rows of a dtype. `vector`: returns a named vector, `[hidden]`."""
+        import torch
+
+        from midstream.plan.building import Builder
+        from midstream.plan.steps import DType
+
+        columns = self.weight if isinstance(self.weight, tuple) else (self.weight,)
+        data = [vector(column) if isinstance(column, Named) else column.data for column in columns]
+        weight_CH = torch.stack([torch.as_tensor(np.array(each), dtype=torch.float32) for each in data])
+        build = Builder(weight_CH.shape[1], dtype)
+        h = build.input
+        if dtype != "float32":
+            h = build.add("_to_copy.default", (h,), {"dtype": DType("float32")}, 0)
+        if self.classes == 1:  # not a product of matrices, whose rounding may depend on the number of rows
+            scores = build.add("mul.Tensor", (h, weight_CH[0]), {}, 0)
+            scores = build.add("sum.dim_IntList", (scores, (1,), True), {}, 0)
+        else:
+            scores = build.add("mm.default", (h, weight_CH.T.contiguous()), {}, 0)
+        if self.bias:
+            bias = torch.tensor(self.bias) if isinstance(self.bias, tuple) else self.bias
+            scores = build.add("add.Tensor", (scores, bias), {}, 0)
+        if self.activation == "softmax":
+            scores = build.add("_softmax.default", (scores, 1, False), {}, 0)
+        elif self.activation is not None:
+            scores = build.add(f"{self.activation}.default", (scores,), {}, 0)
+        return build.program(scores, keeps=True)
+
+
+def _columns(weight: Any) -> tuple[Vector, ...] | Named:
+    """A probe's weight as a vector for each score."""
+    if isinstance(weight, (tuple, list)) and weight and all(isinstance(column, Vector) for column in weight):
+        columns = tuple(weight)
+    elif isinstance(weight, (str, Named, Vector)) or getattr(weight, "ndim", 0) == 1 or weight is None:
+        one = as_vector_or_name("Probe.weight", weight)
+        return one if isinstance(one, Named) else (one,)
+    else:
+        columns = _of_matrix(weight)
+    widths = {column.width for column in columns}
+    if len(widths) > 1 or len(columns) > MAX_CLASSES:
+        given = f"{len(columns)} columns of widths {fields.ranges(widths)}"
+        raise fields.refuse("Probe.weight", given, f"[hidden] or [hidden, C], C up to {MAX_CLASSES}")
+    return columns
+
+
+def _of_matrix(weight: Any) -> tuple[Vector, ...]:
+    if not hasattr(weight, "ndim"):
+        try:
+            weight = np.asarray(weight, np.float32)
+        except (TypeError, ValueError) as error:
+            allowed = "numbers of shape [hidden] or [hidden, C], or a name"
+            raise fields.refuse("Probe.weight", fields.shown(weight), allowed) from error
+    if weight.ndim == 1:
+        return (as_vector("Probe.weight", weight),)
+    if weight.ndim != 2 or not 0 < weight.shape[1] <= MAX_CLASSES:
+        allowed = f"numbers of shape [hidden] or [hidden, C], C from 1 to {MAX_CLASSES}"
+        raise fields.refuse("Probe.weight", f"of shape {list(weight.shape)}", allowed)
+    return tuple(as_vector("Probe.weight", weight[:, column]) for column in range(weight.shape[1]))
+
+
+def check_names(probes: Sequence[Probe]) -> None:
+    """Raise PlanError for too many probes, or for two with one name."""
+    if len(probes) > MAX_PROBES:
+        raise fields.refuse("the plan", f"{len(probes)} probes", f"up to {MAX_PROBES}")
+    names = [probe.name for probe in probes]
+    for name in names:
+        if names.count(name) > 1:
+            raise fields.refuse("Probe.name", f"{name!r} of two probes", "a name of its own for each probe")
+
+
+class ScorePlace(NamedTuple):
+    """Where a probe's scores lie in a row of scores.
+
+    Attributes:
+        offset: in elements of the model's dtype.
+        classes: how many float32 there are.
+    """
+
+    name: str
+    offset: int
+    classes: int
+
+
+class Aggregate:
+    """The aggregated score of one request's tokens so far, as `Probe.aggregate` says."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._count, self.value = 0, 0.0
+
+    def add(self, score: float) -> float:
+        """Add a token's score. Returns the aggregated score."""
+        self._count += 1
+        if self._count == 1 or self._probe.aggregate == "last":
+            self.value = score
+        elif self._probe.aggregate == "max":
+            self.value = max(self.value, score)
+        elif self._probe.aggregate == "mean":
+            self.value += (score - self.value) / self._count
+        else:
+            self.value = self._probe.decay * self.value + (1 - self._probe.decay) * score
+        return self.value
+
+    def first_stop(self, scores: Iterable[float]) -> int | None:
+        """Add the scores up to the first that ends the request. Returns its number; None if none does."""
+        for number, score in enumerate(scores):
+            if self._probe.stops_at(self.add(score)):
+                return number
+        return None
+
+
+ScoreChunk = tuple[str, bytes, bytes]  # a probe's name, positions (int64), their scores (float32 [tokens, C])
+
+
+class Scores(Mapping[str, Any]):
+    """The scores of one output: `scores[name]` is a tensor, float32 `[tokens, C]`, and `scores.positions[name]` has the tokens' positions.
+
+    Args:
+        probes: of the request's plan.
+        chunks: the scores that have come.
+    """
+
+    def __init__(self, probes: Sequence[Probe] = (), chunks: Sequence[ScoreChunk] = ()) -> None:
+        self._probes = {probe.name: probe for probe in probes}
+        self._chunks = tuple(chunks)
+
+    def __getitem__(self, name: str) -> Any:
+        import torch
+
+        probe = self._probe(name)
+        data = b"".join(scores for at, _, scores in self._chunks if at == name)
+        return torch.from_numpy(np.frombuffer(data, np.float32).reshape(-1, probe.classes).copy())
+
+    def __iter__(self) -> Any:
+        return iter(self._probes)
+
+    def __len__(self) -> int:
+        return len(self._probes)
+
+    @property
+    def positions(self) -> dict[str, list[int]]:
+        """The positions of the scored tokens: those of the prompt from 0, then the generated ones."""
+        each = {name: b"".join(at for of, at, _ in self._chunks if of == name) for name in self._probes}
+        return {name: np.frombuffer(data, np.int64).tolist() for name, data in each.items()}
+
+    def aggregated(self, name: str) -> float:
+        """The aggregated score of all tokens, as the probe's `aggregate` says; NaN without a token. Only for one score a token."""
+        probe, scores = self._probe(name), self[name]
+        if probe.classes > 1:
+            raise fields.refuse("the probe", f"{name!r}, with {probe.classes} scores a token", "one score a token")
+        aggregate = Aggregate(probe)
+        return [aggregate.add(score) for score in scores[:, 0].tolist()][-1] if len(scores) else float("nan")
+
+    def _probe(self, name: str) -> Probe:
+        if name not in self._probes:
+            raise KeyError(f"The plan has no probe {name!r}: {fields.nearest(name, self._probes)}")
+        return self._probes[name]
+
+    def __repr__(self) -> str:
+        return f"Scores({', '.join(f'{name}: {len(at)} tokens' for name, at in self.positions.items())})"
