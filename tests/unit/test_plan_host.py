@@ -76,9 +76,9 @@ class Steps:
         self.scale = 0.0  # the value of a row before a module, for each position before it
         lay_out, begin_step = self.host._lay_out, self.tables.begin_step
 
-        def begun(rows, places):
+        def begun(rows, *places):
             self.begun += 1
-            begin_step(rows, places)
+            begin_step(rows, *places)
 
         def counted(*args, **options):
             self.laid_out += 1

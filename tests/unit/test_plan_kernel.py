@@ -51,7 +51,7 @@ def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor
             for i, op in enumerate(ops):
                 if op.kind == "capture":
                     planes.append(Plane(site, layer, "before" if i == 0 else "after", at, width))
-                    ops[i] = op._replace(offset=at)
+                    ops[i] = op._replace(offset=at, after=i > 0)
                     at += width
         profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, Planes(planes)))
     return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0, np.zeros(0, bool))

@@ -512,6 +512,7 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         acting=frozenset(),
         repeat=lambda step: not worker.plans.is_idle,
         end_step=lambda: None,
+        take_scores=lambda: None,
     )
     worker._schedule = lambda step: False
     return worker, seen

@@ -21,7 +21,7 @@ def taking_scores(original: Callable[..., Any]) -> Callable[..., Any]:
                 chunks = output.kv_transfer_params.pop(NAME)
                 output.kv_transfer_params = output.kv_transfer_params or None
                 if (state := self.request_states.get(output.request_id)) is not None:
-                    vars(state).setdefault(NAME, []).extend(map(tuple, chunks))
+                    _of(state).extend(map(tuple, chunks))
         return original(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
@@ -30,18 +30,24 @@ def taking_scores(original: Callable[..., Any]) -> Callable[..., Any]:
 def putting_scores(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `RequestState._new_completion_output` whose sample has the scores that have come.
 
-    vLLM merges outputs that nobody has read in time. All samples of a request share one list, which grows, so none loses scores.
+    vLLM merges outputs that nobody has read in time, and keeps the attributes of one of them: so all have one list, which grows.
     """
 
     def new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         sample = original(self, *args, **kwargs)
-        if (chunks := vars(self).get(NAME)) is not None:
-            vars(sample)[NAME] = chunks
+        sample.midstream = _of(self)
         return sample
 
     return new_completion_output
 
 
-def chunks_of(sample: Any) -> list[ScoreChunk]:
+def _of(state: Any) -> list[ScoreChunk]:
+    """The scores that have come for a request in vLLM's front end."""
+    if not hasattr(state, "midstream"):
+        state.midstream = []
+    return state.midstream  # type: ignore[no-any-return]
+
+
+def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
     """The scores that have come with a sample of vLLM's output."""
-    return vars(sample).get(NAME, [])  # type: ignore[no-any-return]
+    return sample.midstream  # type: ignore[no-any-return]
