@@ -170,6 +170,10 @@ def _own_plan(given: Any) -> Plan:
     plan = Plan.of(given)
     if not plan.captures:
         raise PlanError("plan has no Capture, so collect has nothing to keep. Add one, such as Capture('resid_post').")
+    if plan.probes:
+        raise PlanError(
+            "plan has a Probe, and collect keeps captured rows alone. Take scores from generate.", field="plan"
+        )
     if any(capture.to is not None for capture in plan.captures):
         raise PlanError(
             "plan has a Capture with to=. Leave it out: collect writes all captured rows to the directory of its own to=."

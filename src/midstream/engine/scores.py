@@ -46,8 +46,3 @@ def _of(state: Any) -> list[ScoreChunk]:
     if not hasattr(state, "midstream"):
         state.midstream = []
     return state.midstream  # type: ignore[no-any-return]
-
-
-def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
-    """The scores that have come with a sample of vLLM's output."""
-    return sample.midstream  # type: ignore[no-any-return]

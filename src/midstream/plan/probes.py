@@ -220,7 +220,13 @@ class Aggregate:
         return None
 
 
+STOPPED_BY_PROBE = "probe:"  # the `stop_reason` of a request that a probe has ended, before the probe's name
 ScoreChunk = tuple[str, bytes, bytes]  # a probe's name, positions (int64), their scores (float32 [tokens, C])
+
+
+def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
+    """The scores that have come with a sample of vLLM's output: see `engine.scores`."""
+    return sample.midstream  # type: ignore[no-any-return]
 
 
 class Scores(Mapping[str, Any]):

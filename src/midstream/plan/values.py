@@ -422,6 +422,7 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
     items = plan.interventions
     each = ((item.its_program, num_layers if item.at_layers == "all" else len(item.at_layers)) for item in items)
     work = sum(program.work * layers for program, layers in each if program is not None)
+    work += sum(column.width for probe in plan.probes for _, column in probe.values() if isinstance(column, Vector))
     if work > wire.MAX_STRANGERS_WORK:
         allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
         raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)

@@ -15,6 +15,7 @@ import msgspec
 from midstream.capture.rows import Captured
 from midstream.errors import ChannelError, MidstreamError, RemoteError
 from midstream.lowering.client_traces import Ending
+from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of
 from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.outcome import Failure, Outcome
@@ -86,6 +87,7 @@ class RemoteSample:
 
     Attributes:
         logprobs: for each token, a `Logprob` by token id; None unless asked for.
+        scores: what the plan's probes have found.
     """
 
     index: int
@@ -95,6 +97,7 @@ class RemoteSample:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    scores: list[ScoreChunk] = field(default_factory=list)
 
 
 @dataclass
@@ -107,6 +110,7 @@ class RemoteOutput:
         saves: the trace's saved values by name; until the end, the values saved so far. A list of dicts for n > 1.
         captures: the rows that the plan captured; a list for n > 1. None until the end.
         answers: the log-probability of each answer, in nats.
+        scores: what the plan's probes have found; a list for n > 1.
     """
 
     request_id: str
@@ -118,6 +122,7 @@ class RemoteOutput:
     saves: Any = field(default_factory=dict)
     captures: Captured | list[Captured] | None = None
     answers: dict[str | int, float] | None = None
+    scores: Scores | list[Scores] = field(default_factory=Scores)
 
 
 @dataclass
@@ -126,7 +131,7 @@ class Update:
 
     Attributes:
         index: of the request in its call.
-        samples: with their new text and tokens only.
+        samples: with their new text, tokens and scores only.
         outcomes: None while the request runs, and so are the following attributes. A failure is the error to raise.
         captures: one for each sample.
         error: as of `InvokeResult`.
@@ -155,7 +160,7 @@ class UpdateWriter:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens, by sample
+        self._sent: dict[int, tuple[int, int, int]] = {}  # characters, tokens and scores, by sample
 
     def message(self, output: Any, result: InvokeResult | None) -> Update:
         """The new part of an output of vLLM. `result` belongs to the last output."""
@@ -176,8 +181,9 @@ class UpdateWriter:
         return Update(*fields, sent(output.saves), outcomes, captures, _logprobs(output.prompt_logprobs), result.error)
 
     def _sample(self, sample: Any) -> RemoteSample:
-        characters, tokens = self._sent.get(sample.index, (0, 0))
-        self._sent[sample.index] = len(sample.text), len(sample.token_ids)
+        characters, tokens, scores = self._sent.get(sample.index, (0, 0, 0))
+        chunks = list(chunks_of(sample))
+        self._sent[sample.index] = len(sample.text), len(sample.token_ids), len(chunks)
         return RemoteSample(
             sample.index,
             sample.text[characters:],
@@ -186,6 +192,7 @@ class UpdateWriter:
             _logprobs(sample.logprobs[tokens:] if sample.logprobs is not None else None),
             sample.finish_reason,
             sample.stop_reason,
+            chunks[scores:],
         )
 
 
@@ -208,9 +215,14 @@ class _ReceivedFailure(Failure):
 
 
 class OutputReader:
-    """The client's side: puts the messages about one request together."""
+    """The client's side: puts the messages about one request together.
 
-    def __init__(self) -> None:
+    Args:
+        probes: of the request's plan.
+    """
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self._probes = probes
         self.output = RemoteOutput("", [], [])
         self._samples: dict[int, RemoteSample] = {}
 
@@ -219,11 +231,14 @@ class OutputReader:
         for sample in new.samples:
             if (before := self._samples.get(sample.index)) is not None:
                 sample.text, sample.token_ids = before.text + sample.text, before.token_ids + sample.token_ids
+                sample.scores = before.scores + sample.scores
                 if sample.logprobs is not None:
                     sample.logprobs = (before.logprobs or []) + sample.logprobs
             self._samples[sample.index] = sample
         samples = [self._samples[index] for index in sorted(self._samples)]
         self.output = output = RemoteOutput(new.id, new.prompt, samples, new.text, saves=new.saves, answers=new.answers)
+        scores = [Scores(self._probes, sample.scores) for sample in samples]
+        output.scores = scores[0] if len(scores) == 1 else scores
         if new.outcomes is None or new.captures is None:
             return output, None
 
@@ -257,14 +272,15 @@ class Progress:
 
     Args:
         endings: for each prompt, the function that makes its trace's outcome, if the server runs no code of the trace.
+        probes: for each prompt, those of its plan.
 
     Attributes:
         results: of the ended requests, by their numbers.
     """
 
-    def __init__(self, endings: Sequence[Ending | None]) -> None:
+    def __init__(self, endings: Sequence[Ending | None], probes: Sequence[Sequence[Probe]]) -> None:
         self._endings = endings
-        self._readers = [OutputReader() for _ in endings]
+        self._readers = [OutputReader(own) for own in probes]
         self.results: dict[int, InvokeResult] = {}
 
     def read(self, message: Any) -> tuple[int, RemoteOutput, InvokeResult | None] | None:

@@ -235,7 +235,7 @@ class RemoteStream(OutputStream):
     """The outputs of requests on a server.
 
     Args:
-        calls: the calls, which are sent one after the other, each with the endings for `Progress`.
+        calls: the calls, which are sent one after the other, each with what reads its results.
         forwarders: for each call, the forwarders of its requests, by their numbers.
         ended: called with 1 as each request ends.
     """
@@ -243,7 +243,7 @@ class RemoteStream(OutputStream):
     def __init__(
         self,
         server: ServerConnection,
-        calls: Sequence[tuple[RemoteCall, Sequence[Ending | None]]],
+        calls: Sequence[tuple[RemoteCall, Progress]],
         forwarders: Sequence[dict[int, CaptureForwarder]],
         ended: Callable[[int], object],
     ) -> None:
@@ -255,8 +255,8 @@ class RemoteStream(OutputStream):
 
     async def _items(self) -> AsyncGenerator[Item]:
         before = 0
-        for (call, endings), forwarders in zip(self._calls, self._forwarders, strict=True):
-            messages: Any = self._server.async_messages(call, Progress(endings))
+        for (call, progress), forwarders in zip(self._calls, self._forwarders, strict=True):
+            messages: Any = self._server.async_messages(call, progress)
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
                     if result is not None and (forwarder := forwarders.get(index)) is not None:
@@ -499,8 +499,7 @@ class Remote(DescribedModel):
 
         def run() -> list[InvokeResult]:
             results = []
-            for (call, endings), own_forwarders in zip(calls, forwarders, strict=True):
-                progress = Progress(endings)
+            for (call, progress), own_forwarders in zip(calls, forwarders, strict=True):
                 for index, _, result in self._connection.messages(call, progress):
                     if result is not None:
                         ended(1)
@@ -513,8 +512,8 @@ class Remote(DescribedModel):
 
         return Called(run)
 
-    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[RemoteCall, list[Ending | None]]:
-        """The call, and the endings of traces that plans do completely: the server gets no code of these traces."""
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[RemoteCall, Progress]:
+        """The call, and what reads its results. Of traces that plans do completely the server gets no code."""
         call = RemoteCall(metadata.version(NAME), [], [], self._is_async, together)
         endings: list[Ending | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
@@ -542,7 +541,7 @@ class Remote(DescribedModel):
             prompt, params, answers = map(as_msgpack, parts)
             call.asked.append(CallEntry(prompt, params, number, answers))
         call.plans = [as_msgpack(plan.to_wire()) for plan in plans]
-        return call, endings
+        return call, Progress(endings, [invoke.plan.probes for invoke in invokes])
 
     def _lowered(
         self, invokes: Sequence[Invoke], code: ShippedCode, together: bool

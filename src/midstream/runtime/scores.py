@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from midstream.plan.compile import Profile
-from midstream.plan.probes import Aggregate, ScoreChunk, ScorePlace
+from midstream.plan.probes import STOPPED_BY_PROBE, Aggregate, ScoreChunk, ScorePlace
 from midstream.plan.selections import Selection
 from midstream.plan.values import Plan
-
-REASON = "probe:"  # the `stop_reason` of a request that a probe has ended, before its name
 
 # By the probe's name: positions, int64 `[rows]`, ascending; and their scores, float32 `[rows, C]`.
 Found = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -65,7 +63,7 @@ class RequestScores:
             last, name = min(ends)
             kept = {name: (at[at <= last], scores[at <= last]) for name, (at, scores) in kept.items()}
         chunks = [(name, at.tobytes(), scores.tobytes()) for name, (at, scores) in kept.items() if len(at)]
-        return chunks, REASON + name if ends else None
+        return chunks, STOPPED_BY_PROBE + name if ends else None
 
 
 class _Part(NamedTuple):

@@ -206,6 +206,8 @@ def make_run(run_id: str, name: str, planes: Mapping[Point, torch.Tensor], posit
 
 def check_recorded(plan: Plan) -> None:
     """Raise PlanError if the plan's captures cannot be kept as a run."""
+    if plan.probes:
+        raise PlanError("A recorded run keeps rows and no scores: its plan may have no Probe.")
     if len({capture.positions for capture in plan.captures}) != 1:
         raise PlanError("A recorded run has the same positions of all its sites.")
     if any(capture.selects_generated for capture in plan.captures):

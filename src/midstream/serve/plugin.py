@@ -365,8 +365,9 @@ async def set_plan(request: Request) -> Any:
     served = await server.read(data.decode(errors="replace"), owner_of(request.headers))
     if served.answers or served.inline:
         raise RequestRefused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
-    if served.plan.captures:
-        raise RequestRefused(400, "The engine-wide plan may not capture: no client would get the rows.", f"{NAME}.plan")
+    if served.plan.readings:
+        text = "The engine-wide plan may have no captures and no probes: no client would get the rows and the scores."
+        raise RequestRefused(400, text, f"{NAME}.plan")
     server.model.plan = served.plan
     return await get_plan(request)
 

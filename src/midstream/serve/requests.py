@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect
 from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
+from midstream.plan.probes import STOPPED_BY_PROBE, Probe, ScoreChunk, Scores, chunks_of
 from midstream.plan.selections import made
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
@@ -132,9 +133,9 @@ class Server:
         """The outputs of a prompt on a route whose responses have no place for midstream's field. Raises PlanError."""
         served = await self.read(given, b"")
         with _refusing():
-            if served.plan.captures or served.answers:
+            if served.plan.readings or served.answers:
                 raise PlanError(
-                    "This route returns no captures and no answers. Use /v1/completions, /v1/chat/completions or /v1/responses."
+                    "This route returns no captures, no scores and no answers. Use /v1/completions, /v1/chat/completions or /v1/responses."
                 )
         async with contextlib.aclosing(served.run(generate, prompt, params, request_id, rest)) as outputs:
             async for output in outputs:
@@ -394,6 +395,41 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
         raise as_client_error(error) from error
 
 
+class _ScoredChoice:
+    """The scores of one choice.
+
+    Attributes:
+        chunks: those that have come; it grows.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: Sequence[ScoreChunk] = ()
+        self._sent = 0
+
+    def new(self, probes: Sequence[Probe]) -> dict[str, Any]:
+        """Those since the last call, without probes that have none."""
+        fresh, self._sent = self.chunks[self._sent :], len(self.chunks)
+        return _scores_data(probes, fresh, lambda positions: bool(positions)) if fresh else {}
+
+    def all(self, probes: Sequence[Probe]) -> dict[str, Any]:
+        return _scores_data(probes, self.chunks)
+
+
+def _scores_data(
+    probes: Sequence[Probe], chunks: Sequence[ScoreChunk], keep: Callable[[list[int]], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Scores as JSON: `{name: {"positions": [...], "scores": [[...], ...]}}`. A number that JSON lacks is null."""
+    scores = Scores(probes, chunks)
+    return {
+        name: {
+            "positions": positions,
+            "scores": [[x if math.isfinite(x) else None for x in row] for row in scores[name].tolist()],
+        }
+        for name, positions in scores.positions.items()
+        if keep(positions)
+    }
+
+
 class ServedRequest:
     """One request with the field, for all of its prompts and choices."""
 
@@ -403,6 +439,8 @@ class ServedRequest:
         self.inline = MAX_INLINE_BYTES if inline else 0  # bytes that may still be put inline
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float | None] | None] = []
+        self._scored: dict[int, _ScoredChoice] = {}  # by the number of the choice
+        self._stops: dict[int, str] = {}  # the choices that a probe has ended
         self._unfinished = 0  # prompts
 
     def __repr__(self) -> str:
@@ -436,6 +474,8 @@ class ServedRequest:
                     stream = generate(request.prompt, request.params, request_id, **rest)
                     async with contextlib.aclosing(running.outputs(stream)) as found:
                         async for output, result in found:
+                            if self.plan.probes:
+                                self._note_scores(number * params.n, output)
                             if result is not None:
                                 if result.error is not None:
                                     raise result.error
@@ -443,6 +483,14 @@ class ServedRequest:
                             yield output
 
         return outputs()
+
+    def _note_scores(self, first: int, output: Any) -> None:
+        """Note the scores that have come for a prompt's choices, of which `first` is the first."""
+        for sample in output.outputs:
+            choice = first + sample.index
+            self._scored.setdefault(choice, _ScoredChoice()).chunks = chunks_of(sample)
+            if isinstance(sample.stop_reason, str) and sample.stop_reason.startswith(STOPPED_BY_PROBE):
+                self._stops[choice] = sample.stop_reason
 
     async def _finish(self, number: int, output: Any) -> None:
         if output.answers:
@@ -459,7 +507,8 @@ class ServedRequest:
         self._unfinished -= 1
 
     def answer(self) -> dict[str, Any]:
-        """The response's field: `captures` if the plan has any, and `answers`; for several prompts, a list of answers.
+        """The response's field: `captures` and `scores` if the plan has any, and `answers`; for several prompts, a list of answers, and for
+        several choices a list of scores. `stop_reason` if a probe has ended a choice.
 
         Empty if a prompt failed.
         """
@@ -470,12 +519,33 @@ class ServedRequest:
                 entry["handle"] = None
         in_order = sorted(self._captures, key=lambda entry: entry["choice"])  # prompts end in any order
         found: dict[str, Any] = {"captures": in_order} if self.plan.captures else {}
+        if self.plan.probes:
+            scores = [self._scored[choice].all(self.plan.probes) for choice in sorted(self._scored)]
+            found["scores"] = scores[0] if len(scores) == 1 else scores
+        if self._stops:
+            stops = [self._stops.get(choice) for choice in sorted(self._scored)]
+            found["stop_reason"] = stops[0] if len(stops) == 1 else stops
         if self.answers:
             found["answers"] = self._graded[0] if len(self._graded) == 1 else self._graded
         return found
 
+    def _with_scores(self, event: str) -> str:
+        """An event of a stream, with the scores that have come for its choice and were in no event before."""
+        end = event.rfind("}")
+        if not event.startswith("data: {") or end < 0:
+            return event
+        choice = next(iter(self._scored), 0)
+        if len(self._scored) > 1:
+            choices = json.loads(event[len("data: ") :]).get("choices") or [{}]
+            choice = choices[0].get("index", -1)
+        scored = self._scored.get(choice)
+        new = scored.new(self.plan.probes) if scored is not None else {}
+        return f"{event[:end]}, {json.dumps(NAME)}: {json.dumps({'scores': new})}{event[end:]}" if new else event
+
     async def streamed(self, events: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-        """A stream's events. The field comes in one more event before `[DONE]`, or in the response of the last event."""
+        """A stream's events, each with the scores that have come with its tokens. The field comes in one more event before `[DONE]`, or in
+        the response of the last event.
+        """
         chunk: dict[str, Any] = {}
         async for event in events:
             if isinstance(event, str):
@@ -484,6 +554,11 @@ class ServedRequest:
                 elif not chunk and event.startswith("data: {"):
                     about = json.loads(event[len("data: ") :])
                     chunk = {name: about[name] for name in ("id", "object", "created", "model") if name in about}
+                if self.plan.probes:
+                    event = self._with_scores(event)
+            elif self.plan.probes and getattr(event, "type", "") == "response.output_text.delta":
+                if new := self._scored[0].new(self.plan.probes) if self._scored else {}:
+                    setattr(event, NAME, {"scores": new})
             elif getattr(event, "type", "") == "response.completed" and (found := self.answer()):
                 setattr(event.response, NAME, found)
             yield event

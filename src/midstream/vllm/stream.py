@@ -14,7 +14,6 @@ from typing import Any
 
 from midstream.capture.rows import Captured
 from midstream.engine import launch
-from midstream.engine.scores import chunks_of
 from midstream.errors import (
     NOT_FINITE,
     CaptureError,
@@ -26,7 +25,7 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
-from midstream.plan.probes import Scores
+from midstream.plan.probes import Scores, chunks_of
 from midstream.ranks.merge import merged_outcomes
 from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
