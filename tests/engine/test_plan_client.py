@@ -23,6 +23,7 @@ from plan_cases import (
     HIDDEN,
     ITALY,
     LAYERS,
+    P,
     after_rows,
     everything,
     generated_with,
@@ -32,7 +33,7 @@ from plan_cases import (
 )
 from test_async import left
 
-from midstream import Capture, Patch, Plan, Span, Steer
+from midstream import Capture, Patch, Plan, Probe, Span, Steer
 from midstream.errors import (
     CaptureError,
     EngineClosedError,
@@ -315,6 +316,60 @@ def test_async_captures_come_with_the_final_outputs(model: VLLM, drive: Drive, p
             plain.run(plain.ids(EIFFEL) + plain.generate(EIFFEL, 5)).sites["resid_post", 7],
         )
         assert len(second.captures) == 0
+
+    drive(main())
+
+
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_async_scores_come_once_with_every_way_of_streaming(model: VLLM, drive: Drive, kind: str, n: int) -> None:
+    """The consumer sleeps, so that vLLM merges outputs. Each output has all scores up to its tokens."""
+    from vllm.sampling_params import RequestOutputKind
+
+    async def main() -> None:
+        params = {"output_kind": RequestOutputKind[kind], "n": n, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+        weight = vector(1, 1.0)
+        plan = [Probe("resid_post", layer=5, weight=weight, name="p", positions="all"), everything()]
+        stream = model.generate(FRANCE, plan=plan, max_tokens=9, **params)
+        tokens_of: dict[int, int] = {}
+        async for output in stream:
+            for sample in output.outputs if not output.finished else ():
+                before = tokens_of.get(sample.index, 0) if kind == "DELTA" else 0
+                tokens_of[sample.index] = before + len(sample.token_ids)
+            for index, scores in enumerate([output.scores] if n == 1 else output.scores):
+                if tokens_of.get(index):
+                    assert len(scores["p"]) >= P + tokens_of[index] - 1
+            await asyncio.sleep(0.03)
+        (last,) = stream.outputs
+        each = [(last.scores, last.captures)] if n == 1 else list(zip(last.scores, last.captures, strict=True))
+        for scores, captures in each:
+            assert scores.positions["p"] == list(range(P + 8))
+            close(scores["p"][:, 0], captures["resid_post", 5] @ weight)
+
+    drive(main())
+
+
+def test_async_a_probe_ends_a_request_and_delays_no_other(model: VLLM, drive: Drive, plain: Plain) -> None:
+    """Of 24 requests that come and go every third is ended by its probe, at a token of its own."""
+
+    async def main() -> None:
+        ids = plain.generate(FRANCE, 12)
+        rows = plain.run(plain.ids(FRANCE) + ids[:-1]).sites["resid_post", 5] @ vector(1, 1.0)
+        scores = rows[P:].tolist()
+
+        async def one(i: int) -> None:
+            await asyncio.sleep(0.01 * (i % 7))
+            bound = scores[i % 11] - 1e-3 if i % 3 == 0 else 1e9
+            probe = Probe("resid_post", layer=5, weight=vector(1, 1.0), name=f"p{i}", stop_above=bound)
+            output = await model.generate(FRANCE, plan=probe, max_tokens=12, **GREEDY)
+            output = output[0] if isinstance(output, list) else output
+            at = next((n for n, score in enumerate(scores) if score > bound), None)
+            sample = output.outputs[0]
+            assert tokens(output) == (ids if at is None else ids[: at + 1])
+            assert sample.stop_reason == (None if at is None else f"probe:p{i}")
+            assert len(output.scores[f"p{i}"]) == (11 if at is None else at + 1)
+
+        await asyncio.gather(*(one(i) for i in range(24)))
 
     drive(main())
 

@@ -112,13 +112,30 @@ class Requests:
     def plan(self, length: int) -> list[Any]:
         kinds = self.random.random()
         edits = [self.intervention(length) for _ in range(0 if kinds < 0.15 else self.random.randint(1, 3))]
-        return edits + [self.capture(length) for _ in range(self.random.choice([0, 1, 1, 2]))]
+        captures = [self.capture(length) for _ in range(self.random.choice([0, 1, 1, 2]))]
+        return edits + captures + [self.probe(f"p{i}") for i in range(self.random.choice([0, 0, 0, 1, 2]))]
+
+    def probe(self, name: str) -> Any:
+        """Its scores spread by about 1 for each direction of the residual stream, so some of its bounds end the request."""
+        from midstream import Probe
+
+        stop = {self.random.choice(["stop_above", "stop_below"]): self.random.choice([-30.0, 20.0, 40.0])}
+        return Probe(
+            self.random.choice(SITES),
+            layer=self.random.randrange(LAYERS),
+            weight=self.vector(1.0),
+            name=name,
+            positions=self.random.choice(["all_generated", "all_generated", *SELECTORS]),
+            when=self.random.choice(["before", "after"]),
+            aggregate=self.random.choice(["last", "max", "mean", "ema"]),
+            **(stop if self.random.random() < 0.25 else {}),
+        )
 
 
 def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
     """D2, D4, E1, E3: whatever shares the engine with a request, and however it is scheduled."""
     requests = Requests(20261121)
-    hits = planned_hits = chunked = captured_rows = 0
+    hits = planned_hits = chunked = captured_rows = scored = stopped = 0
     for first in range(0, REQUESTS, BATCH):
         prompts = [requests.prompt() for _ in range(BATCH)]
         plans = [requests.plan(len(prompt)) for prompt in prompts]
@@ -138,6 +155,12 @@ def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
                     what,
                 )
                 captured_rows += len(wanted)
+            assert mine.outputs[0].stop_reason == theirs.outputs[0].stop_reason, what
+            assert mine.scores.positions == theirs.scores.positions, what
+            for name in theirs.scores:
+                torch.testing.assert_close(mine.scores[name], theirs.scores[name], rtol=1e-4, atol=1e-3, msg=what)
+                scored += len(theirs.scores[name])
+            stopped += theirs.outputs[0].stop_reason is not None
             hits += mine.num_cached_tokens > 0
             planned_hits += mine.num_cached_tokens > 0 and bool(plan)
             chunked += len(prompt) > 64
@@ -148,5 +171,5 @@ def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
         planned_hits,
         chunked,
     )
-    assert captured_rows > 1000
+    assert captured_rows > 1000 and scored > 1000 and stopped > 5, (captured_rows, scored, stopped)
     assert not alive(crowded)

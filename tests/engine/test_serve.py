@@ -217,6 +217,91 @@ def test_a_stream_has_its_handles_before_done(server: Server, client: openai.Ope
     check_rows(server, reference, done.response.midstream["captures"])
 
 
+PROBE = {"kind": "probe", "site": "resid_post", "layer": LAYER, "weight": (VECTOR / 400).tolist(), "name": "p"}
+
+
+def expected_scores(reference: Reference, prompt: str, tokens: int = TOKENS) -> torch.Tensor:
+    """The score of each token of the prompt, and of each generated one but the last."""
+    ids = reference.tokenizer(prompt + reference.text(prompt, tokens=tokens), return_tensors="pt")["input_ids"]
+    reference.logits(ids[:, : reference.ids(prompt).shape[1] + tokens - 1])
+    return reference.streams[LAYER] @ torch.tensor(VECTOR / 400, dtype=torch.float32)
+
+
+def check_scores(found: dict[str, Any], expected: torch.Tensor, positions: list[int]) -> None:
+    assert found["positions"] == positions
+    torch.testing.assert_close(torch.tensor(found["scores"])[:, 0], expected[positions], rtol=1e-3, atol=1e-3)
+
+
+def test_responses_have_the_scores_of_their_probes(client: openai.OpenAI, reference: Reference) -> None:
+    start, expected = reference.ids(FRANCE).shape[1], expected_scores(reference, FRANCE)
+    generated = list(range(start, start + TOKENS - 1))
+    answer = complete(client, FRANCE, field({**PROBE, "positions": "all"}, {**PROBE, "name": "q"}))
+    assert answer.choices[0].text == reference.text(FRANCE)
+    check_scores(answer.midstream["scores"]["p"], expected, [*range(start), *generated])
+    check_scores(answer.midstream["scores"]["q"], expected, generated)
+    several = complete(client, [FRANCE, TOWER], field(PROBE), n=2, temperature=0.01)
+    others, other_start = expected_scores(reference, TOWER), reference.ids(TOWER).shape[1]
+    for choice, found in enumerate(several.midstream["scores"]):
+        wanted, first = (expected, start) if choice < 2 else (others, other_start)
+        check_scores(found["p"], wanted, list(range(first, first + TOKENS - 1)))
+    response = client.responses.create(
+        model="demo", input=FRANCE, max_output_tokens=TOKENS, temperature=0.0, extra_body=field(PROBE)
+    )
+    assert len(response.midstream["scores"]["p"]["positions"]) == TOKENS - 1
+
+
+def test_a_streamed_event_has_the_scores_that_came_with_its_token(client: openai.OpenAI, reference: Reference) -> None:
+    start, expected = reference.ids(FRANCE).shape[1], expected_scores(reference, FRANCE)
+    *events, last = complete(client, FRANCE, field({**PROBE, "positions": "all"}), stream=True)
+    whole = last.midstream["scores"]["p"]
+    check_scores(whole, expected, list(range(start + TOKENS - 1)))
+    each = [event.midstream["scores"]["p"] for event in events if "midstream" in (event.model_extra or {})]
+    assert [at for one in each for at in one["positions"]] == whole["positions"], "each once, and in order"
+    assert [score for one in each for score in one["scores"]] == whole["scores"]
+    assert len(each) > 1 and each[0]["positions"][:start] == list(range(start)), (
+        "the prompt's come with the first token"
+    )
+    *events, last = complete(client, [FRANCE, TOWER], field(PROBE), stream=True, n=2, temperature=0.01)
+    for choice in range(4):
+        own = [event for event in events if event.choices and event.choices[0].index == choice]
+        found = [event.midstream["scores"]["p"] for event in own if "midstream" in (event.model_extra or {})]
+        assert [at for one in found for at in one["positions"]] == last.midstream["scores"][choice]["p"]["positions"]
+    messages: Any = [{"role": "user", "content": FRANCE}]
+    chat: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 4, "temperature": 0.0, "stream": True}
+    *events, last = client.chat.completions.create(**chat, extra_body=field(PROBE))
+    found = [event.midstream["scores"]["p"] for event in events if "midstream" in (event.model_extra or {})]
+    assert len(last.midstream["scores"]["p"]["positions"]) == 3 == sum(len(one["positions"]) for one in found)
+    stream = client.responses.create(
+        model="demo", input=FRANCE, max_output_tokens=4, stream=True, temperature=0.0, extra_body=field(PROBE)
+    )
+    deltas = [event for event in stream if event.type == "response.output_text.delta"]
+    assert any("midstream" in (event.model_extra or {}) for event in deltas)
+
+
+def test_a_probe_ends_a_request_on_every_route(client: openai.OpenAI, reference: Reference) -> None:
+    """At the token with the highest score; the other choices go on."""
+    start, expected = reference.ids(FRANCE).shape[1], expected_scores(reference, FRANCE)
+    scores = expected[start:].tolist()
+    at = max(range(len(scores)), key=scores.__getitem__)
+    probe = {**PROBE, "stop_above": sorted(scores)[-2] / 2 + scores[at] / 2}
+    answer = complete(client, FRANCE, field(probe))
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", "probe:p")
+    assert answer.usage.completion_tokens == at + 1 and answer.choices[0].text == reference.text(FRANCE, tokens=at + 1)
+    assert answer.midstream["stop_reason"] == "probe:p"
+    check_scores(answer.midstream["scores"]["p"], expected, list(range(start, start + at + 1)))
+    *events, last = complete(client, FRANCE, field(probe), stream=True)
+    ends = [event.choices[0] for event in events if event.choices and event.choices[0].finish_reason]
+    assert [(end.finish_reason, end.stop_reason) for end in ends] == [("stop", "probe:p")]
+    assert "".join(event.choices[0].text for event in events if event.choices) == answer.choices[0].text
+    assert last.midstream["scores"] == answer.midstream["scores"]
+    always = {**PROBE, "stop_above": -1e9}
+    messages: Any = [{"role": "user", "content": FRANCE}]
+    chat = client.chat.completions.create(model="demo", messages=messages, max_tokens=9, extra_body=field(always))
+    assert chat.choices[0].stop_reason == "probe:p" and chat.usage.completion_tokens == 1
+    response = client.responses.create(model="demo", input=FRANCE, max_output_tokens=9, extra_body=field(always))
+    assert response.midstream["stop_reason"] == "probe:p" and response.usage.output_tokens == 1
+
+
 def test_small_captures_come_inline_if_asked(server: Server, client: openai.OpenAI) -> None:
     for entry in complete(client, FRANCE, field(CAPTURE, inline=True)).midstream["captures"]:
         inline = torch.frombuffer(bytearray(base64.b64decode(entry["data"])), dtype=torch.float32)

@@ -126,7 +126,8 @@ def test_a_stop_ends_the_request_at_its_token(model: Any, plain: Plain) -> None:
 def test_a_stop_at_the_prompt(model: Any, plain: Plain, place: int) -> None:
     scores = (rows_of(plain, 1) @ WEIGHT).tolist()
     probe = Probe("resid_post", layer=5, weight=WEIGHT, name="p", positions=place, stop_below=scores[place] + 0.01)
-    (output,) = model.generate(FRANCE, plan=probe, max_tokens=4, **GREEDY)
+    (output,) = model.generate(FRANCE, plan=[probe, everything()], max_tokens=4, **GREEDY)
+    close(output.captures["resid_post", 5], rows_of(plain, 1)[: place + 1])
     assert stopped(output) == ("stop", "probe:p") and tokens(output) == []
     assert output.scores.positions["p"] == [place]
 

@@ -179,6 +179,16 @@ def check_names(probes: Sequence[Probe]) -> None:
             raise fields.refuse("Probe.name", f"{name!r} of two probes", "a name of its own for each probe")
 
 
+def rows_end(sample: Any, chunks: Sequence[ScoreChunk], otherwise: int) -> int:
+    """The position behind the token at which a probe ended a sample, with these scores; `otherwise` if none has. Below it are the sample's
+    rows.
+    """
+    if isinstance(sample.stop_reason, str) and sample.stop_reason.startswith(STOPPED_BY_PROBE):
+        name = sample.stop_reason[len(STOPPED_BY_PROBE) :]
+        return 1 + max(int(np.frombuffer(at, np.int64)[-1]) for of, at, _ in chunks if of == name)
+    return otherwise
+
+
 class ScorePlace(NamedTuple):
     """Where a probe's scores lie in a row of scores.
 

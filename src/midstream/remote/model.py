@@ -25,6 +25,7 @@ from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanE
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering, lower_trace
 from midstream.plan.fields import nearest
+from midstream.plan.probes import rows_end
 from midstream.plan.selections import Selector
 from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
@@ -215,7 +216,7 @@ class CaptureForwarder:
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
                 info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
                 capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
-                stop = len(self._plan.prompt) + len(sample.token_ids) - 1
+                stop = rows_end(sample, sample.scores, len(self._plan.prompt) + len(sample.token_ids) - 1)
                 self._captures.append((capture, stop))
                 capture.add(planes.rows())
                 capture.end(stop)

@@ -462,6 +462,8 @@ class PlanHost:
         self._editing -= bool(request.loaded.plan.edits)
         self._probed -= request.scores is not None
         try:
+            if request.scores is not None and request.scores.end is not None:
+                tokens = request.scores.end + 2  # there is a row of the token at which the probe ended it
             unsent = not request.complete
             self._capturing -= unsent
             if error is not None:

@@ -25,12 +25,12 @@ class RequestScores:
 
     Attributes:
         scored: positions below this have had places for their scores.
-        has_ended: whether a probe has ended the request.
+        end: the position of the token at which a probe has ended the request; None if none has.
     """
 
     def __init__(self, plan: Plan, prompt_length: int) -> None:
         self.scored = 0
-        self.has_ended = False
+        self.end: int | None = None
         self._aggregates = {probe.name: Aggregate(probe) for probe in plan.probes if probe.stops}
         # All generated tokens have one profile, so the choice of a selector among them is made here.
         self._chosen = {
@@ -45,7 +45,7 @@ class RequestScores:
         Returns:
             the scores up to the token that ends the request, or all; and the `stop_reason` if one does.
         """
-        if self.has_ended:  # the step was under way
+        if self.end is not None:  # the step was under way
             return [], None
         kept: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         ends: list[tuple[int, str]] = []
@@ -59,11 +59,10 @@ class RequestScores:
                 if number is not None:
                     ends.append((int(positions[number]), name))
         if ends:
-            self.has_ended = True
-            last, name = min(ends)
-            kept = {name: (at[at <= last], scores[at <= last]) for name, (at, scores) in kept.items()}
+            self.end, reason = min(ends)
+            kept = {name: (at[at <= self.end], scores[at <= self.end]) for name, (at, scores) in kept.items()}
         chunks = [(name, at.tobytes(), scores.tobytes()) for name, (at, scores) in kept.items() if len(at)]
-        return chunks, STOPPED_BY_PROBE + name if ends else None
+        return chunks, STOPPED_BY_PROBE + reason if ends else None
 
 
 class _Part(NamedTuple):

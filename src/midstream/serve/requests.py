@@ -18,7 +18,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cached_property, wraps
 from typing import Annotated, Any, TypeVar
 

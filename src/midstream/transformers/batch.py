@@ -607,7 +607,8 @@ class RunningPlan:
         self._capture.end(self._stop(generated))
 
     def _stop(self, generated: int) -> int:
-        return len(self._plan.prompt) + generated - 1
+        end = self._scores.end if self._scores is not None else None
+        return len(self._plan.prompt) + generated - 1 if end is None else end + 1
 
     def result(self, generated: int) -> Captured:
         """The output's captures. Raises CaptureError, or NotFiniteError if an edit made activations infinite or NaN."""

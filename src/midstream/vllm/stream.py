@@ -25,7 +25,7 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
-from midstream.plan.probes import Scores, chunks_of
+from midstream.plan.probes import Scores, chunks_of, rows_end
 from midstream.ranks.merge import merged_outcomes
 from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
@@ -250,16 +250,26 @@ class RunningRequest:
         if self._request.rows is not None and self._samples == 1:
             self._request.rows.stop = len(self._request.prompt["prompt_token_ids"]) + self._generated[0] - 1
 
+    def _row_counts(self) -> list[int]:
+        """The number of tokens of each sample. One that a probe has ended counts as if a token came behind the one at which it ended."""
+        if not self._probes:
+            return self._generated
+        before = len(self._request.prompt["prompt_token_ids"]) - 1  # the last token has no row
+        return [
+            rows_end(self._seen[i], chunks_of(self._seen[i]), before + count) - before
+            for i, count in enumerate(self._generated)
+        ]
+
     async def _put_captures(self, result: InvokeResult) -> None:
         rows, following = self._request.rows, self._following
         if rows is None or following is None:
-            return put_captures(result, self._request, self._generated)
+            return put_captures(result, self._request, self._row_counts())
         while not following.done():
             done, _ = await asyncio.wait([following], timeout=RESULT_SECONDS)
             if not done and not rows.has_progressed():
                 raise CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
         following.result()
-        put = partial(put_captures, result, self._request, self._generated)
+        put = partial(put_captures, result, self._request, self._row_counts())
         # Sinks and a trace's code may take long, and an async engine's event loop serves other requests.
         if self._connection.is_async and (rows.has_sinks or rows.trace_ending is not None):
             await asyncio.get_running_loop().run_in_executor(_pool(), put)
