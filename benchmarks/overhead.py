@@ -118,9 +118,11 @@ class Row:
 def plan_rows(model: Any, load: Load) -> list[Row]:
     import torch
 
-    from midstream import Capture, Steer
+    from midstream import Capture, Probe, Steer
 
     vector = torch.full((model.hidden_size,), 0.01)
+    random = torch.Generator().manual_seed(1)
+    weights = [torch.randn(model.hidden_size, generator=random) for _ in range(load.count)]
     middle = model.num_layers // 2
     return [
         Row("no plan"),
@@ -130,6 +132,10 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
         Row("a different plan in each request", different_plans(model.hidden_size, model.num_layers, load.count)),
         Row("last prompt token captured, all layers", [Capture("resid_post")]),
         Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")]),
+        Row(
+            "a probe of its own in each request",
+            [[Probe("resid_post", layer=middle, weight=w, name="p")] for w in weights],
+        ),
     ]
 
 

@@ -128,7 +128,7 @@ class Requests:
             positions=self.random.choice(["all_generated", "all_generated", *SELECTORS]),
             when=self.random.choice(["before", "after"]),
             aggregate=self.random.choice(["last", "max", "mean", "ema"]),
-            **(stop if self.random.random() < 0.25 else {}),
+            **(stop if self.random.random() < 0.4 else {}),
         )
 
 
