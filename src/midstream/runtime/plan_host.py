@@ -264,17 +264,23 @@ class PlanHost:
 
     def _find_scored(self, layout: BatchLayout, profile_T: np.ndarray) -> StepScores | None:
         """The rows of the step that have scores."""
-        step = StepScores(self._device, self._dtype)
-        for name, scheduled in layout.each:
-            request, start = self._requests.get(name), scheduled.first_position
-            if request is None or request.scores is None:
+        step, profiles, row = StepScores(self._device, self._dtype), self.tables.profiles, 0
+        each = zip(layout.request_ids, layout.counts.tolist(), layout.computed.tolist(), strict=True)
+        for name, count, start in each:
+            first, row = row, row + count
+            request = self._requests.get(name)
+            if request is None or (scores := request.scores) is None or scores.scored >= start + count:
                 continue
-            fresh = scheduled.start + max(request.scores.scored - start, 0)  # scored before a preemption
-            request.scores.scored = max(scheduled.end, request.scores.scored)
-            numbers = profile_T[fresh : scheduled.stop]
+            fresh = max(scores.scored - start, 0)  # the rows before were scored before a preemption
+            scores.scored = start + count
+            if start >= request.end:
+                if (number := request.loaded.generated) in request.loaded.scoring:
+                    step.add(name, range(first + fresh, row), range(start + fresh, start + count), profiles[number])
+                continue
+            numbers = profile_T[first + fresh : row]
             for number in request.loaded.scoring.intersection(numbers.tolist()):
-                rows = fresh + np.flatnonzero(numbers == number)
-                step.add(name, rows, rows + (start - scheduled.start), self.tables.profiles[number])
+                rows = first + fresh + np.flatnonzero(numbers == number)
+                step.add(name, rows.tolist(), (rows + (start - first)).tolist(), profiles[number])
         return step or None
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:

@@ -5,7 +5,7 @@ Legend: T rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,40 @@ from midstream.plan.probes import STOPPED_BY_PROBE, Aggregate, ScoreChunk, Score
 from midstream.plan.selections import Selection
 from midstream.plan.values import Plan
 
-# By the probe's name: positions, int64 `[rows]`, ascending; and their scores, float32 `[rows, C]`.
-Found = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+class Found(NamedTuple):
+    """A probe's scores of some rows of one request, by ascending positions.
+
+    Attributes:
+        positions: int64 `[rows]`, as bytes.
+        scores: float32 `[rows, C]`, as bytes.
+        firsts: the first score of each row.
+    """
+
+    positions: bytes
+    scores: bytes
+    firsts: list[float]
+
+    @classmethod
+    def of(cls, positions: np.ndarray, scores_RC: np.ndarray) -> Found:
+        return cls(positions.tobytes(), scores_RC.tobytes(), scores_RC[:, 0].tolist())
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The positions, and the scores `[rows, C]`."""
+        positions = np.frombuffer(self.positions, np.int64)
+        return positions, np.frombuffer(self.scores, np.float32).reshape(len(positions), -1)
+
+    def among(self, mask: Callable[[np.ndarray], np.ndarray]) -> Found:
+        """Those at the positions that `mask` selects."""
+        positions, scores_RC = self.arrays()
+        keep = mask(positions)
+        return Found.of(positions[keep], scores_RC[keep])
+
+    def __or__(self, other: Found) -> Found:
+        each = self.arrays(), other.arrays()
+        positions, scores_RC = (np.concatenate(both) for both in zip(*each, strict=True))
+        order = np.argsort(positions)
+        return Found.of(positions[order], scores_RC[order])
 
 
 class RequestScores:
@@ -39,46 +71,44 @@ class RequestScores:
             if probe.selects_generated and not isinstance(probe.positions, str)
         }
 
-    def take(self, found: Found) -> tuple[list[ScoreChunk], str | None]:
-        """Take the scores of the next rows.
+    def take(self, found: dict[str, Found]) -> tuple[list[ScoreChunk], str | None]:
+        """Take the scores of the next rows, by their probes' names.
 
         Returns:
             the scores up to the token that ends the request, or all; and the `stop_reason` if one does.
         """
         if self.end is not None:  # the step was under way
             return [], None
-        kept: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name, selection in self._chosen.items():
+            if name in found:
+                found[name] = found[name].among(selection.mask)
         ends: list[tuple[int, str]] = []
-        for name, (positions, scores) in found.items():
-            if name in self._chosen:
-                mask = self._chosen[name].mask(positions)
-                positions, scores = positions[mask], scores[mask]
-            kept[name] = positions, scores
-            if name in self._aggregates:
-                number = self._aggregates[name].first_stop(scores[:, 0].tolist())
-                if number is not None:
-                    ends.append((int(positions[number]), name))
+        for name, aggregate in self._aggregates.items():
+            if name in found and (number := aggregate.first_stop(found[name].firsts)) is not None:
+                ends.append((int(found[name].arrays()[0][number]), name))
+        reason = None
         if ends:
-            self.end, reason = min(ends)
-            kept = {name: (at[at <= self.end], scores[at <= self.end]) for name, (at, scores) in kept.items()}
-        chunks = [(name, at.tobytes(), scores.tobytes()) for name, (at, scores) in kept.items() if len(at)]
-        return chunks, STOPPED_BY_PROBE + reason if ends else None
+            self.end, reason = end, _ = min(ends)
+            found = {name: each.among(lambda positions: positions <= end) for name, each in found.items()}
+        chunks = [(name, each.positions, each.scores) for name, each in found.items() if each.positions]
+        return chunks, STOPPED_BY_PROBE + reason if reason is not None else None
 
 
-class _Part(NamedTuple):
-    """Rows of one request with one profile, in the memory of a step.
+class _Group:
+    """Rows of a step whose scores have the same places.
 
     Attributes:
-        first: where they begin, in elements.
-        width: elements of each.
+        width: elements of each row.
+        first: where the rows begin, in elements.
+        rows, positions: of each row, its number in the batch and its position in its request.
+        runs: `(request, start, stop)`: which of the rows are a request's.
     """
 
-    request: str
-    rows: np.ndarray
-    positions: np.ndarray
-    places: Sequence[ScorePlace]
-    first: int
-    width: int
+    def __init__(self, places: Sequence[ScorePlace], width: int) -> None:
+        self.places, self.width, self.first = places, width, 0
+        self.rows: list[int] = []
+        self.positions: list[int] = []
+        self.runs: list[tuple[str, int, int]] = []
 
 
 class StepScores:
@@ -90,24 +120,31 @@ class StepScores:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._parts: list[_Part] = []
-        self._size = 0
+        self._groups: dict[tuple[ScorePlace, ...], _Group] = {}
 
-    def add(self, request: str, rows: np.ndarray, positions: np.ndarray, profile: Profile) -> None:
+    def add(self, request: str, rows: Sequence[int], positions: Sequence[int], profile: Profile) -> None:
         """Make room for rows of a request that have one profile. `rows`: their numbers in the batch."""
-        self._parts.append(_Part(request, rows, positions, profile.scores, self._size, profile.score_width))
-        self._size += len(rows) * profile.score_width
+        group = self._groups.get(profile.scores)
+        if group is None:
+            group = self._groups[profile.scores] = _Group(profile.scores, profile.score_width)
+        start = len(group.rows)
+        group.rows += rows
+        group.positions += positions
+        group.runs.append((request, start, start + len(rows)))
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._groups)
 
     def place(self, count: int) -> np.ndarray:
         """int64 `[count]`, the address of each row's scores, once all rows are added; 0 for rows without."""
-        self._memory = torch.full((self._size,), float("nan"), dtype=self._dtype, device=self._device)
-        start, size = self._memory.data_ptr(), self._memory.element_size()
+        size = 0
+        for group in self._groups.values():
+            group.first, size = size, size + len(group.rows) * group.width
+        self._memory = torch.full((size,), float("nan"), dtype=self._dtype, device=self._device)
+        start, item = self._memory.data_ptr(), self._memory.element_size()
         places_T = np.zeros(count, np.int64)
-        for part in self._parts:
-            places_T[part.rows] = start + size * (part.first + np.arange(len(part.rows)) * part.width)
+        for group in self._groups.values():
+            places_T[group.rows] = start + item * (group.first + np.arange(len(group.rows)) * group.width)
         return places_T
 
     @torch.inference_mode()
@@ -120,25 +157,26 @@ class StepScores:
             self._memory, self._copied = host, torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> dict[str, Found]:
-        """The scores of each request. Waits for the copy."""
+    def read(self) -> dict[str, dict[str, Found]]:
+        """The scores of each request, by their probes' names. Waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         words = self._memory.view(torch.int16).numpy().view(np.float32)
-        size = self._memory.element_size()  # a row is a multiple of 16 bytes
-        found: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-        for request, _, positions, places, first, width in self._parts:
-            rows = words[size * first // 4 : size * (first + len(positions) * width) // 4].reshape(len(positions), -1)
-            of_request = found.setdefault(request, {})
-            for name, offset, classes in places:
-                scores = rows[:, size * offset // 4 : size * offset // 4 + classes]
-                before = of_request.get(name)
-                of_request[name] = (positions, scores) if before is None else _merged(before, (positions, scores))
-        return found  # type: ignore[return-value]
-
-
-def _merged(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of both, by ascending positions."""
-    positions, scores = np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
-    order = np.argsort(positions)
-    return positions[order], scores[order]
+        item = self._memory.element_size()  # a row is a multiple of 16 bytes
+        found: dict[str, dict[str, Found]] = {}
+        for group in self._groups.values():
+            count = len(group.rows)
+            rows = words[item * group.first // 4 : item * (group.first + count * group.width) // 4].reshape(count, -1)
+            positions = np.array(group.positions, np.int64).tobytes()
+            for name, offset, classes in group.places:
+                scores_RC = rows[:, item * offset // 4 : item * offset // 4 + classes]
+                scores, firsts = scores_RC.tobytes(), scores_RC[:, 0].tolist()
+                for request, start, stop in group.runs:
+                    of_request = found.setdefault(request, {})
+                    new = Found(
+                        positions[8 * start : 8 * stop],
+                        scores[4 * classes * start : 4 * classes * stop],
+                        firsts[start:stop],
+                    )
+                    of_request[name] = of_request[name] | new if name in of_request else new
+        return found

@@ -582,7 +582,7 @@ class RunningPlan:
                 places[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
                 self._captured.append(Rows(rows + first, profile.planes, block))
             if profile.score_width:
-                self._step.add("", rows, rows + first, profile)
+                self._step.add("", rows.tolist(), (rows + first).tolist(), profile)
         return self._numbers[profiles], places, self._step.place(count)
 
     def end_step(self) -> str | None:
