@@ -21,9 +21,10 @@ from midstream.engine.log import new_log
 from midstream.engine.plugin import PREFIX, SOCKETS, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
+from midstream.plan.probes import ScoreChunk
 from midstream.plan.values import Plan
 from midstream.runtime.request import TraceRequest, users_id
-from midstream.settings import GRAPH_BYTES, RECORD_BYTES, SCHEDULER, WORKER, Settings, chosen_graph_sites
+from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, SCHEDULER, WORKER, Settings, chosen_graph_sites
 
 _SHUTDOWN_SECONDS, _HURRY_SECONDS = 15.0, 0.3
 _NOTICE_SECONDS = 10.0
@@ -51,6 +52,45 @@ def stepping_after_the_last_output(original: Callable[..., Any]) -> Callable[...
         return result
 
     return call
+
+
+def taking_scores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An `OutputProcessor.process_outputs` that takes probes' scores off the engine's outputs, and keeps them with their requests.
+
+    An output has no field for them, so they travel under a key of its `kv_transfer_params`.
+    """
+
+    def process_outputs(self: Any, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if output.kv_transfer_params and NAME in output.kv_transfer_params:
+                chunks = output.kv_transfer_params.pop(NAME)
+                output.kv_transfer_params = output.kv_transfer_params or None
+                if (state := self.request_states.get(output.request_id)) is not None:
+                    _scores_of(state).extend(map(tuple, chunks))
+        return original(self, engine_core_outputs, *args, **kwargs)
+
+    return process_outputs
+
+
+def putting_scores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `RequestState._new_completion_output` whose sample has the scores that have come.
+
+    vLLM merges outputs that nobody has read in time, and keeps the attributes of one of them: so all have one list, which grows.
+    """
+
+    def new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sample = original(self, *args, **kwargs)
+        sample.midstream = _scores_of(self)
+        return sample
+
+    return new_completion_output
+
+
+def _scores_of(state: Any) -> list[ScoreChunk]:
+    """The scores that have come for a request in vLLM's front end."""
+    if not hasattr(state, "midstream"):
+        state.midstream = []
+    return state.midstream  # type: ignore[no-any-return]
 
 
 def engine_arguments(

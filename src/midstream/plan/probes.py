@@ -235,7 +235,7 @@ ScoreChunk = tuple[str, bytes, bytes]  # a probe's name, positions (int64), thei
 
 
 def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
-    """The scores that have come with a sample of vLLM's output: see `engine.scores`."""
+    """The scores that have come with a sample of vLLM's output: see `engine.launch.putting_scores`."""
     return sample.midstream  # type: ignore[no-any-return]
 
 
