@@ -48,6 +48,7 @@ LAYER, HIDDEN, TOKENS = 3, 256, 6
 VECTOR = np.random.default_rng(0).normal(size=HIDDEN) * 20
 STEER = {"kind": "steer", "site": "resid_post", "layers": [LAYER], "vector": VECTOR.tolist()}
 CAPTURE = {"kind": "capture", "site": "resid_post", "layers": [2, LAYER], "positions": "all_prompt"}
+PROBE = {"kind": "probe", "site": "resid_post", "layer": LAYER, "weight": (VECTOR / 400).tolist(), "name": "p"}
 MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 
 
@@ -215,9 +216,6 @@ def test_a_stream_has_its_handles_before_done(server: Server, client: openai.Ope
     )
     (done,) = [event for event in events if event.type == "response.completed"]
     check_rows(server, reference, done.response.midstream["captures"])
-
-
-PROBE = {"kind": "probe", "site": "resid_post", "layer": LAYER, "weight": (VECTOR / 400).tolist(), "name": "p"}
 
 
 def expected_scores(reference: Reference, prompt: str, tokens: int = TOKENS) -> torch.Tensor:
@@ -617,6 +615,21 @@ MISTAKES: dict[
         field({"kind": "patch", "site": "resid_post", "layer": 1, "position": 99, "source": {"zeros": True}}),
         "midstream.plan",
         "the prompt has 5 tokens",
+    ),
+    "a probe of another width": (field({**PROBE, "weight": [1.0]}), "midstream.plan", "of width 1; allowed: 256"),
+    "a probe without a name": (field({k: v for k, v in PROBE.items() if k != "name"}), "midstream.plan[0]", "name"),
+    "a threshold that is no number": (
+        field({**PROBE, "stop_above": "high"}),
+        "midstream.plan[0]",
+        "a finite number",
+    ),
+    "probes of one name": (field(PROBE, PROBE), "midstream.plan", "'p' of two probes"),
+    "65 probes": (field(*({**PROBE, "name": f"p{i}"} for i in range(65))), "midstream.plan", "up to 64"),
+    "too many scores": (
+        field(*({**PROBE, "name": f"p{i}", "weight": np.ones((HIDDEN, 64)).tolist()} for i in range(5)))
+        | {"max_tokens": 400},
+        "midstream.plan",
+        "scores; allowed: up to 65536",
     ),
     "a path": (field({**CAPTURE, "to": "/tmp/x"}), "midstream.plan[0].to", "may not name where the engine writes"),
     "a consumer": (field({**CAPTURE, "to": {"consumer": "log"}}), "midstream.plan[0].to", "may not name where"),

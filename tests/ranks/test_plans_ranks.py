@@ -16,9 +16,21 @@ import torch
 from engines import alive
 from forked import start_ranks
 from oracle import Plain, close, differs
-from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, LAYERS, after_rows, everything, tokens, toward_rome, vector
+from plan_cases import (
+    EIFFEL,
+    FRANCE,
+    GREEDY,
+    ITALY,
+    LAYERS,
+    after_rows,
+    everything,
+    generated_with,
+    tokens,
+    toward_rome,
+    vector,
+)
 
-from midstream import VLLM, Capture, Clamp, Patch, Plan, Steer, open_captures
+from midstream import VLLM, Capture, Clamp, Patch, Plan, Probe, Steer, open_captures
 from midstream.capture.directory import StoredCapture
 from midstream.errors import PlanError
 
@@ -257,6 +269,17 @@ def test_the_clients_directory_has_all_stages_rows_in_one_place(model: VLLM, pla
         for key, rows in output.captures.items():
             assert torch.equal(capture[key], rows)
             close(rows, plain.run(prompt).sites[key])
+
+
+def test_probes_score_on_tensor_ranks_and_are_refused_on_stages(model: VLLM, plain: Plain) -> None:
+    probe = Probe("resid_post", layer=6, weight=vector(norm=1.0), name="p", positions="all")
+    if model.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        with pytest.raises(PlanError, match="pipeline_parallel_size=1"):
+            model.generate(FRANCE, plan=probe, max_tokens=1)
+        return
+    (output,) = model.generate(FRANCE, plan=probe, max_tokens=4, **GREEDY)
+    _, ran = generated_with(plain, None, 4)
+    close(output.scores["p"][:, 0], ran.sites["resid_post", 6] @ vector(norm=1.0))
 
 
 def test_what_only_the_workers_know_ends_the_request_and_no_other(model: VLLM, plain: Plain) -> None:

@@ -168,14 +168,14 @@ class Lowering:
         return Lowering.of(Tier.BEHIND, self.each) if self.tier is Tier.CLIENT else self
 
     def stands_beside(self, plans: Sequence[Plan], num_layers: int) -> bool:
-        """Whether each request may have both plans: the other one captures nothing, and edits only points that the trace neither reads nor
+        """Whether each request may have both plans: the other one reads nothing, and edits only points that the trace neither reads nor
         writes.
 
         A trace acts after the edits of the other plan, and a joint plan would order them differently. Raises PlanError for a layer outside
         of the model.
         """
         for own, other in zip(self.plans, plans, strict=True):
-            if other.captures or _points(own, num_layers) & _points(Plan(other.edits), num_layers):
+            if other.readings or _points(own, num_layers) & _points(Plan(other.edits), num_layers):
                 return False
         return True
 

@@ -391,6 +391,9 @@ def check(
         if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:
             allowed = "positions of the prompt, or more max_tokens"
             raise fields.refuse(item.label("positions"), "'all_generated' with max_tokens=0", allowed)
+        if isinstance(item, Probe) and len(facts.stages) > 1:
+            given = f"{item.name!r} on an engine with pipeline stages"
+            raise fields.refuse("the probe", given, "probes with pipeline_parallel_size=1")
         layers = item.layers_in(facts.num_layers)
         _check_site(item, layers, facts.widths)
         for name, value in item.values():

@@ -386,10 +386,6 @@ class PlanHost:
     def _begin(self, name: str, payload: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
         if self._speculative and any(item.selects_generated for item in plan.readings):
             raise PlanError("A capture or a probe of generated positions is not supported with speculative decoding.")
-        if plan.probes and self._pipeline.size > 1:
-            raise PlanError(
-                "A probe is not supported with pipeline parallelism. Start the engine with pipeline_parallel_size=1."
-            )
         if payload.record is not None:
             check_recorded(plan)
         self.captures.check(payload, plan)

@@ -31,7 +31,7 @@ from midstream.engine.admission import as_client_error, json_size, misspelt_key,
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.probes import STOPPED_BY_PROBE, Probe, ScoreChunk, Scores, chunks_of
-from midstream.plan.selections import made
+from midstream.plan.selections import Selection, made
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.invokes import Invoke, answers_of
@@ -47,6 +47,7 @@ TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
+MAX_SCORES = 1 << 16  # numbers of the probes of one prompt
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
 _LAST_SECONDS = 5  # time for clients to read the rest of their responses after the engine has ended
@@ -395,6 +396,15 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
         raise as_client_error(error) from error
 
 
+def _check_scores(probes: Sequence[Probe], prompt_length: int, max_tokens: int) -> None:
+    """Raise PlanError for probes with more scores than a response may hold: the server's event loop writes them as JSON."""
+    rows = ((probe, Selection.of(probe.positions, prompt_length)) for probe in probes)
+    count = sum(probe.classes * (found.prompt.size + max_tokens * bool(found.generated)) for probe, found in rows)
+    if count > MAX_SCORES:
+        allowed = f"up to {MAX_SCORES} over HTTP: select fewer tokens, or generate fewer"
+        raise fields.refuse("the plan", f"probes with {count} scores", allowed)
+
+
 class _ScoredChoice:
     """The scores of one choice.
 
@@ -463,6 +473,8 @@ class ServedRequest:
             text = prompt if isinstance(prompt.get("prompt"), str) else prompt["prompt_token_ids"]
             invoke = Invoke(text, None, plan=self.plan, answers=answers)
             request = model.planned(invoke, dict(prompt), params)
+            assert request.plan is not None
+            _check_scores(request.plan.plan.probes, len(prompt["prompt_token_ids"]), params.max_tokens or 0)
         self._graded.append(None)
         self._unfinished += 1
         self._server.planned += 1
