@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from toy_selector import Around, Every, LastTwo
 
-from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
+from midstream import Capture, Consumer, Patch, Plan, Probe, RecordedRun, Steer
 from midstream.capture.rows import Rows
 from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import compile_plan
@@ -558,6 +558,37 @@ def test_v2_has_a_preempted_request_begin_anew(steps, positions):
     steps.step(finished=["a"])
     rows = [p for _, value in steps.sent for positions, *_ in value["rows"] for p in positions.tolist()]
     assert sorted(rows) == ([2] if positions == "last_prompt" else [3, 4])
+
+
+def test_a_token_that_is_computed_again_is_scored_once(steps):
+    """After a preemption. Seen failing without `RequestScores.scored`."""
+    steps.scale, found = 1.0, {"p": [], "q": []}
+
+    def step(*given, **options):
+        steps.step(*given, **options)
+        find = steps.host.take_scores()
+        chunks, stops = find() if find is not None else ({}, {})
+        assert not stops
+        for name, positions, scores in chunks.get("a", []):
+            found[name] += zip(np.frombuffer(positions, np.int64), np.frombuffer(scores, np.float32), strict=True)
+
+    weight = [0.5] * WIDTH
+    plan = {
+        "a": [
+            Probe("resid_post", layer=0, weight=weight, name="p", positions="all"),
+            Probe("resid_post", layer=0, weight=weight, name="q", positions=[1, 2]),
+        ],
+        "b": None,
+    }
+    step(plan)
+    step()
+    step()
+    del steps.computed["a"]
+    step({"a": plan["a"]}, counts={"a": 2}, only=[])
+    step(counts={"a": 3}, only=["a"])
+    step(only=["a", "b"])
+    assert found["p"] == [(position, 0.5 * WIDTH * position) for position in range(6)]
+    assert found["q"] == [(1, 0.5 * WIDTH), (2, WIDTH)]
 
 
 def test_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):
