@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from midstream.plan.rowwise import (
     on_device,
     overload,
 )
-from midstream.plan.steps import FLOATS, Const, Constant, DType, Ref, RowCount, Step
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Ref, RowCount, Step, written
 from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
@@ -34,6 +35,8 @@ _TYPES = {
     "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
+_MOST_KNOWN = 1024
+_known: dict[str, Checked] = {}  # the facts about programs by their structure
 _SLOWER = 16  # the work of an operation in `SLOW`, relative to others
 
 
@@ -204,9 +207,19 @@ class PackedResult:
 
 
 def checked(program: Any) -> Checked:
-    """Check a `Program`, whose module imports this one. Raises PlanError as the class does."""
-    found = [_checked(program, rows) for rows in _CHECKED_ROWS]
-    return found[0]
+    """Check a `Program`, whose module imports this one. Raises PlanError as the class does.
+
+    Programs that differ only in the numbers of floating constants are checked once: requests often have programs of their own.
+    """
+    key = json.dumps([program.width, program.inputs, program.dtype, written(program.result)])
+    key += json.dumps([[step.op, written(step.args), written(step.kwargs)] for step in program.steps])
+    key += json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
+    if key not in _known:
+        found = [_checked(program, rows) for rows in _CHECKED_ROWS]
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = found[0]
+    return _known[key]
 
 
 def _checked(program: Any, rows: int) -> Checked:

@@ -11,6 +11,7 @@ import numpy as np
 from midstream.plan import fields
 from midstream.plan.captures import Reading
 from midstream.plan.program import Program
+from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Step
 from midstream.plan.vectors import Named, Vector, as_vector, as_vector_or_name
 
 MAX_PROBES = 64  # of a plan
@@ -113,29 +114,33 @@ class Probe(Reading):
         """The program that computes the scores, for rows of a dtype. `vector`: returns a named vector, `[hidden]`."""
         import torch
 
-        from midstream.plan.building import Builder
-        from midstream.plan.steps import DType
-
         columns = self.weight if isinstance(self.weight, tuple) else (self.weight,)
         data = [vector(column) if isinstance(column, Named) else column.data for column in columns]
         weight_CH = torch.stack([torch.as_tensor(np.array(each), dtype=torch.float32) for each in data])
-        build = Builder(weight_CH.shape[1], dtype)
-        h = build.input
+        weight = weight_CH[0] if self.classes == 1 else weight_CH.T.contiguous()
+        # Also a bias of zero is a constant, so that probes with and without a bias run together.
+        bias_C = torch.from_numpy(np.broadcast_to(np.float32(self.bias), (self.classes,)).copy())
+        steps: list[Step] = []
+
+        def step(op: str, *args: Any) -> Ref:
+            steps.append(Step(op, args))
+            return Ref(len(steps) - 1)
+
+        h = INPUT
         if dtype != "float32":
-            h = build.add("_to_copy.default", (h,), {"dtype": DType("float32")}, 0)
+            steps.append(Step("_to_copy.default", (INPUT,), (("dtype", DType("float32")),)))
+            h = Ref(0)
         if self.classes == 1:  # not a product of matrices, whose rounding may depend on the number of rows
-            scores = build.add("mul.Tensor", (h, weight_CH[0]), {}, 0)
-            scores = build.add("sum.dim_IntList", (scores, (1,), True), {}, 0)
+            scores = step("sum.dim_IntList", step("mul.Tensor", h, Const(0)), (1,), True)
         else:
-            scores = build.add("mm.default", (h, weight_CH.T.contiguous()), {}, 0)
-        if self.bias:
-            bias = torch.tensor(self.bias) if isinstance(self.bias, tuple) else self.bias
-            scores = build.add("add.Tensor", (scores, bias), {}, 0)
+            scores = step("mm.default", h, Const(0))
+        scores = step("add.Tensor", scores, Const(1))
         if self.activation == "softmax":
-            scores = build.add("_softmax.default", (scores, 1, False), {}, 0)
+            scores = step("_softmax.default", scores, 1, False)
         elif self.activation is not None:
-            scores = build.add(f"{self.activation}.default", (scores,), {}, 0)
-        return build.program(scores, keeps=True)
+            scores = step(f"{self.activation}.default", scores)
+        constants = Constant.of(weight), Constant.of(bias_C)
+        return Program(weight_CH.shape[1], dtype, tuple(steps), (scores,), constants)
 
 
 def _columns(weight: Any) -> tuple[Vector, ...] | Named:

@@ -53,7 +53,7 @@ def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
 
 def try_out(program: Program, device: torch.device) -> None:
     """Run a program once on zeros, since an operation may lack a kernel for a dtype. Raises PlanError."""
-    key = program.digest, device
+    key = program.form.key, device
     if key in _tried:
         return
     if len(_tried) > _MOST_TRIED:
