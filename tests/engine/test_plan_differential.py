@@ -70,7 +70,7 @@ class Requests:
 
     def place(self, length: int) -> dict[str, Any]:
         if self.random.random() < 0.25:
-            return {"positions": self.random.sample(range(-length, 0), self.random.randint(1, 3))}
+            return {"positions": self.random.sample(range(-length, 0), self.random.randint(1, min(3, length)))}
         return {"phase": self.random.choice(["prefill", "decode", "both"])}
 
     def intervention(self, length: int) -> Any:
@@ -125,7 +125,7 @@ class Requests:
             layer=self.random.randrange(LAYERS),
             weight=self.vector(1.0),
             name=name,
-            positions=self.random.choice(["all_generated", "all_generated", *SELECTORS]),
+            positions=self.random.choice(["all_generated", "all_generated", (0,), *SELECTORS]),
             when=self.random.choice(["before", "after"]),
             aggregate=self.random.choice(["last", "max", "mean", "ema"]),
             **(stop if self.random.random() < 0.4 else {}),

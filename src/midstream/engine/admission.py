@@ -190,6 +190,12 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
             "or a Consumer; over HTTP, `midstream serve` returns the rows."
         )
+    unread = (*(() if payload.checked else own.probes), *plan.probes[: len(plan.probes) - len(own.probes)])
+    if any(not probe.stops for probe in unread):
+        raise PlanError(
+            "Only midstream.VLLM and `midstream serve` return scores, those of a request's own probes. A probe in any other plan needs "
+            "stop_above or stop_below."
+        )
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **payload.to_extra_args()[NAME]}
 

@@ -293,7 +293,10 @@ class _Rules:
             if begun.req_id in self._states and (step_ends is None or begun.req_id not in step_ends.errors):
                 self._accept_plan(begun.req_id, begun.sampling_params)
         if step_ends is None:
-            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            if self._scores:  # of earlier parts of a prompt
+                self._put_scores(outputs, {})
+            return outputs
         for name in step_ends.done:
             self._change(name, is_apart=False)
         for name in step_ends.stops:
