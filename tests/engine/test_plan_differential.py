@@ -173,3 +173,14 @@ def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
     )
     assert captured_rows > 1000 and scored > 1000 and stopped > 5, (captured_rows, scored, stopped)
     assert not alive(crowded)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_scores_of_an_early_part_of_a_prompt_leave_with_the_first_token(crowded: Any, max_tokens: int) -> None:
+    """M1: no later step has scores. Seen failing without `_put_scores` in a step whose workers report nothing."""
+    from midstream import Probe
+
+    requests = Requests(max_tokens)
+    probe = Probe("resid_post", layer=2, weight=requests.vector(1.0), name="p", positions=[0, 3])
+    (output,) = crowded.generate([requests.tokens(150)], plan=probe, max_tokens=max_tokens, temperature=0.0)
+    assert output.scores.positions["p"] == [0, 3] and output.scores["p"].isfinite().all()

@@ -26,7 +26,7 @@ from limits import until
 from oracle import Plain, close
 from plan_cases import tokens
 
-from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer, open_captures
+from midstream import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer, open_captures
 from midstream.capture.directory import Store, StoredCapture
 from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
@@ -355,6 +355,7 @@ AT_THE_FRONT = {
     "a span, without a tokenizer": (Patch("resid_post", layer=3, position=Span("France"), source="zeros"), "Span|span"),
     "rows for nobody": (Capture("resid_post"), r"Capture\.to is None.*directory or a Consumer"),
     "a callable": (Capture("resid_post", to=print), "callable.*cannot be sent"),
+    "scores for nobody": (Probe("resid_post", layer=3, weight=vector(), name="p"), "stop_above or stop_below"),
 }  # fmt: skip
 IN_THE_WORKER = {
     "unknown name": (Steer("resid_post", layers=3, vector="nope"), "no vector 'nope'"),
@@ -362,6 +363,13 @@ IN_THE_WORKER = {
     "wrong width of another site": (Steer("mlp_act", layers=3, vector=vector(width=3)), r"width 3; allowed: \d+"),
     "unknown consumer": (Capture("resid_post", layers=3, to=Consumer("nobody-has-it")), "nobody-has-it"),
 }
+
+
+def test_a_probe_ends_a_request_of_a_stock_engine(stock: Any, plain: Plain) -> None:
+    probe = Probe("resid_post", layer=3, weight=vector(), name="p", stop_above=-1e9)
+    ended, other = submit(stock, [FRANCE, FRANCE], [probe, None])
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", "probe:p")
+    assert tokens(ended) == plain.generate(FRANCE, 1) and len(tokens(other)) > 1
 
 
 @pytest.mark.parametrize("case", AT_THE_FRONT)

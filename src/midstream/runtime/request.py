@@ -21,7 +21,8 @@ import msgspec
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.values import Capture, Edit, Named, Plan, RecordedRun, Vector
+from midstream.plan.captures import Reading
+from midstream.plan.values import Edit, Named, Plan, RecordedRun, Vector
 from midstream.settings import NAME
 from midstream.trace.shipping import ShippedCode
 
@@ -94,7 +95,7 @@ def plan_bytes(plan: Plan) -> int:
     for item in plan.interventions:
         listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
         total += _ENTRY_BYTES + _POSITION_BYTES * sum(map(len, listed))
-        total += sum(value.data.nbytes for value in vars(item).values() if isinstance(value, Vector))
+        total += sum(value.data.nbytes for _, value in item.values() if isinstance(value, Vector))
         if isinstance(item, Edit) and (program := item.its_program) is not None:
             total += program.nbytes
     return total
@@ -144,7 +145,7 @@ def given_plan(given: Any) -> tuple[Plan, bool]:
 
 def _is_python(given: Any) -> bool:
     """Whether it consists of plans and interventions, which nothing but Python makes."""
-    made = (Plan, Edit, Capture)
+    made = (Plan, Edit, Reading)
     if isinstance(given, (list, tuple)):
         return bool(given) and all(isinstance(item, made) for item in given)
     return isinstance(given, made)
