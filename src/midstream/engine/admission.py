@@ -184,13 +184,13 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
+    unread = (*(() if payload.checked else own.probes), *plan.probes[: len(plan.probes) - len(own.probes)])
     payload = replace(payload, wire=wire, num_layers=layers, checked=is_checked)
     if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
             "or a Consumer; over HTTP, `midstream serve` returns the rows."
         )
-    unread = (*(() if payload.checked else own.probes), *plan.probes[: len(plan.probes) - len(own.probes)])
     if any(not probe.stops for probe in unread):
         raise PlanError(
             "Only midstream.VLLM and `midstream serve` return scores, those of a request's own probes. A probe in any other plan needs "
