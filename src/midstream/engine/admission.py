@@ -172,7 +172,14 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     if is_checked and payload.num_layers:  # from midstream.VLLM, which has made all checks below
         return dict(envelope)
     own = payload.plan
-    plan = _with_absolute_paths(_engine_wide_plan(engine_wide) + own if engine_wide is not None else own)
+    wide = _engine_wide_plan(engine_wide) if engine_wide is not None else Plan()
+    plan = _with_absolute_paths(wide + own if wide else own)
+    unread = wide.probes if payload.checked else wide.probes + own.probes
+    if not all(probe.stops for probe in unread):
+        raise PlanError(
+            "Only midstream.VLLM and `midstream serve` return scores, those of a request's own probes. A probe in any other plan needs "
+            "stop_above or stop_below."
+        )
     if getattr(request, "prompt_embeds", None) is not None:
         raise PlanError(
             "A plan refers to the positions of a prompt's tokens, and this prompt was given as prompt_embeds. Give token ids, and the "
@@ -184,17 +191,11 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    unread = (*(() if payload.checked else own.probes), *plan.probes[: len(plan.probes) - len(own.probes)])
     payload = replace(payload, wire=wire, num_layers=layers, checked=is_checked)
     if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
             "or a Consumer; over HTTP, `midstream serve` returns the rows."
-        )
-    if any(not probe.stops for probe in unread):
-        raise PlanError(
-            "Only midstream.VLLM and `midstream serve` return scores, those of a request's own probes. A probe in any other plan needs "
-            "stop_above or stop_below."
         )
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **payload.to_extra_args()[NAME]}

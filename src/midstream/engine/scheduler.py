@@ -286,17 +286,12 @@ class _Rules:
         return list(groups.values())
 
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)
+        step_ends: StepEnds = getattr(model_runner_output, "midstream", None) or StepEnds()
         if self._turns is not None:
             self._turns.end(scheduler_output)
         for begun in scheduler_output.scheduled_new_reqs:
-            if begun.req_id in self._states and (step_ends is None or begun.req_id not in step_ends.errors):
+            if begun.req_id in self._states and begun.req_id not in step_ends.errors:
                 self._accept_plan(begun.req_id, begun.sampling_params)
-        if step_ends is None:
-            outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-            if self._scores:  # of earlier parts of a prompt
-                self._put_scores(outputs, {})
-            return outputs
         for name in step_ends.done:
             self._change(name, is_apart=False)
         for name in step_ends.stops:
@@ -304,14 +299,15 @@ class _Rules:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
                 request.sampling_params.min_tokens = 0  # vLLM ends no request that has fewer tokens
         refused = self._end_refused(step_ends.errors) if step_ends.errors else []
-        stopped = self.finish_requests(step_ends.probe_stops, RequestStatus.FINISHED_STOPPED)
+        ended = step_ends.probe_stops
+        stopped = self.finish_requests(ended, RequestStatus.FINISHED_STOPPED) if ended else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
             if request.request_id in self._ends:
                 self._ends[request.request_id] = RequestEnd(request.num_tokens, step_ends.errors[request.request_id])
             self._put_end(outputs, request, FinishReason.ERROR, step_ends.errors[request.request_id])
         for request in stopped:
-            self._put_end(outputs, request, FinishReason.STOP, step_ends.probe_stops[request.request_id])
+            self._put_end(outputs, request, FinishReason.STOP, ended[request.request_id])
         self._put_scores(outputs, step_ends.scores)
         return outputs
 

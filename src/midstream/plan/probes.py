@@ -18,6 +18,7 @@ MAX_PROBES = 64  # of a plan
 MAX_CLASSES = 64
 ACTIVATIONS = ("sigmoid", "softmax", "tanh", "relu")
 AGGREGATES = ("last", "max", "mean", "ema")
+_WEIGHTS = f"numbers of shape [hidden] or [hidden, C], C from 1 to {MAX_CLASSES}"
 
 
 @fields.explained
@@ -38,8 +39,9 @@ class Probe(Reading):
         activation: None, `"sigmoid"`, `"softmax"` (over the C scores), `"tanh"` or `"relu"`.
         positions: the tokens to score, as in `Capture`. Prompt tokens that it selects are computed again if the prefix cache has them.
         when: `"before"` or `"after"` the edits of the same site.
-        stop_above, stop_below: end the request at the first token whose aggregated score is above, or below, this number. The token is the
-            last one of the output, and `stop_reason` is `"probe:NAME"`. Only for one score a token.
+        stop_above, stop_below: end the request at the first token whose aggregated score is above, or below, this number, with the
+            `stop_reason` `"probe:NAME"`. A generated token is then the last one of the output; at a token of the prompt the output is
+            empty. Only for one score a token.
         aggregate: what is compared with `stop_above` and `stop_below`: the `"last"` score, or the `"max"`, the `"mean"` or the exponential
             moving average `"ema"` of all scores so far.
         decay: of the moving average, from 0 to 1: `ema = decay * ema + (1 - decay) * score`, beginning with the first score.
@@ -145,32 +147,24 @@ class Probe(Reading):
 
 def _columns(weight: Any) -> tuple[Vector, ...] | Named:
     """A probe's weight as a vector for each score."""
-    if isinstance(weight, (tuple, list)) and weight and all(isinstance(column, Vector) for column in weight):
-        columns = tuple(weight)
-    elif isinstance(weight, (str, Named, Vector)) or getattr(weight, "ndim", 0) == 1 or weight is None:
+    if weight is None or isinstance(weight, (str, Named, Vector)):
         one = as_vector_or_name("Probe.weight", weight)
         return one if isinstance(one, Named) else (one,)
-    else:
-        columns = _of_matrix(weight)
-    widths = {column.width for column in columns}
-    if len(widths) > 1 or len(columns) > MAX_CLASSES:
-        given = f"{len(columns)} columns of widths {fields.ranges(widths)}"
-        raise fields.refuse("Probe.weight", given, f"[hidden] or [hidden, C], C up to {MAX_CLASSES}")
-    return columns
-
-
-def _of_matrix(weight: Any) -> tuple[Vector, ...]:
+    if isinstance(weight, (tuple, list)) and weight and all(isinstance(column, Vector) for column in weight):
+        columns = tuple(weight)
+        if len({column.width for column in columns}) > 1 or len(columns) > MAX_CLASSES:
+            given = f"{len(columns)} columns of widths {fields.ranges({column.width for column in columns})}"
+            raise fields.refuse("Probe.weight", given, _WEIGHTS)
+        return columns
     if not hasattr(weight, "ndim"):
         try:
             weight = np.asarray(weight, np.float32)
         except (TypeError, ValueError) as error:
-            allowed = "numbers of shape [hidden] or [hidden, C], or a name"
-            raise fields.refuse("Probe.weight", fields.shown(weight), allowed) from error
+            raise fields.refuse("Probe.weight", fields.shown(weight), f"{_WEIGHTS}, or a name") from error
     if weight.ndim == 1:
         return (as_vector("Probe.weight", weight),)
     if weight.ndim != 2 or not 0 < weight.shape[1] <= MAX_CLASSES:
-        allowed = f"numbers of shape [hidden] or [hidden, C], C from 1 to {MAX_CLASSES}"
-        raise fields.refuse("Probe.weight", f"of shape {list(weight.shape)}", allowed)
+        raise fields.refuse("Probe.weight", f"of shape {list(weight.shape)}", _WEIGHTS)
     return tuple(as_vector("Probe.weight", weight[:, column]) for column in range(weight.shape[1]))
 
 

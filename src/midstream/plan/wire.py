@@ -33,7 +33,7 @@ from midstream.plan.selections import Selector, made
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
-READINGS: dict[str, type[Reading]] = {Capture.kind: Capture, Probe.kind: Probe}
+_READINGS: dict[str, type[Reading]] = {Capture.kind: Capture, Probe.kind: Probe}
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
 MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs' constants
@@ -227,8 +227,8 @@ class _PlanReader:
     def intervention(self, place: str, item: Any) -> Intervention:
         if not isinstance(item, dict):
             raise fields.refuse(place, fields.shown(item), "a dict")
-        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), *READINGS])
-        cls: Any = READINGS.get(kind) or kind_of(kind)
+        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), *_READINGS])
+        cls: Any = _READINGS.get(kind) or kind_of(kind)
         required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
         fields.mapping(place, item, ("kind", *required), [field.name for field in _fields_of(cls)], kind)
         values = {

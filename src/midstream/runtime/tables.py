@@ -22,7 +22,7 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, Profile
-from midstream.plan.ops.edit import GROUP, Op, kernel_codes
+from midstream.plan.ops.edit import GROUP, READINGS, Op, kernel_codes
 from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
@@ -43,7 +43,6 @@ from midstream.sites import Point
 _FIRST_PROFILES = 64
 # As in `kernel`, which is imported only where Triton is installed.
 OP_WORDS, ENTRY_WORDS = 6, 8
-READINGS = ("capture", "probe")  # the kinds of ops that keep something of a row
 
 
 @dataclass

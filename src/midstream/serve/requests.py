@@ -419,15 +419,14 @@ class _ScoredChoice:
     def new(self, probes: Sequence[Probe]) -> dict[str, Any]:
         """Those since the last call, without probes that have none."""
         fresh, self._sent = self.chunks[self._sent :], len(self.chunks)
-        return _scores_data(probes, fresh, lambda positions: bool(positions)) if fresh else {}
+        data = _scores_data(probes, fresh) if fresh else {}
+        return {name: each for name, each in data.items() if each["positions"]}
 
     def all(self, probes: Sequence[Probe]) -> dict[str, Any]:
         return _scores_data(probes, self.chunks)
 
 
-def _scores_data(
-    probes: Sequence[Probe], chunks: Sequence[ScoreChunk], keep: Callable[[list[int]], bool] = lambda _: True
-) -> dict[str, Any]:
+def _scores_data(probes: Sequence[Probe], chunks: Sequence[ScoreChunk]) -> dict[str, Any]:
     """Scores as JSON: `{name: {"positions": [...], "scores": [[...], ...]}}`. A number that JSON lacks is null."""
     scores = Scores(probes, chunks)
     return {
@@ -436,7 +435,6 @@ def _scores_data(
             "scores": [[x if math.isfinite(x) else None for x in row] for row in scores[name].tolist()],
         }
         for name, positions in scores.positions.items()
-        if keep(positions)
     }
 
 

@@ -90,7 +90,7 @@ class Generated(_Output):
         request_id: the request's id in a directory of captures.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
         text: the generated tokens as text, without special tokens, up to the first of the strings in `stop`.
-        finish_reason: "stop" at such a string or an end-of-text token, and if the trace ended the request; else "length".
+        finish_reason: "stop" at such a string or an end-of-text token, and if the trace or a probe ended the request; else "length".
         stop_reason: the string, the token if it is one of `stop_token_ids`, "trace:stop" for a trace, or "probe:NAME" for a probe; None
             otherwise.
         saves: the trace's saved values, by name.
@@ -551,7 +551,6 @@ class RunningPlan:
             dtype=plan.facts.dtype,
         )
         self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
-        self._step = StepScores(torch.device("cpu"), dtype)  # of the running step
         self._chunks: list[ScoreChunk] = []
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
         self._capture = RequestCapture(info, plan.routes, sinks, plan.no_rows)
@@ -575,6 +574,7 @@ class RunningPlan:
         positions = np.arange(first, first + count)
         profiles = np.where(positions < length, compiled.prompt[np.minimum(positions, length - 1)], compiled.generated)
         places = np.zeros(count, np.int64)
+        self._step = StepScores(torch.device("cpu"), self._dtype)
         for number in np.unique(profiles):
             profile, rows = compiled.profiles[number], np.flatnonzero(profiles == number)
             if profile.row_width:
@@ -583,17 +583,16 @@ class RunningPlan:
                 self._captured.append(Rows(rows + first, profile.planes, block))
             if profile.score_width:
                 self._step.add("", rows.tolist(), (rows + first).tolist(), profile)
-        return self._numbers[profiles], places, self._step.place(count)
+        return self._numbers[profiles], places, self._step.place(count) if self._step else np.zeros(count, np.int64)
 
     def end_step(self) -> str | None:
         """The forward has written the rows of its step. Returns the `stop_reason` if a probe ends the request before the next token."""
         self._capture.add(self._captured)
         self._captured = []
-        step, self._step = self._step, StepScores(torch.device("cpu"), self._dtype)
-        if self._scores is None or not step:
+        if self._scores is None or not self._step:
             return None
-        step.copy()
-        chunks, reason = self._scores.take(step.read()[""])
+        self._step.copy()
+        chunks, reason = self._scores.take(self._step.read()[""])
         self._chunks += chunks
         return reason
 

@@ -37,8 +37,8 @@ from midstream.vllm.engine import EngineConnection, EngineRequest
 
 _SINK_THREADS = 1024  # the number of requests that can wait for their sinks at a time
 _LONG_SECONDS = 0.002  # if reading saved values takes longer, the next reading runs on another thread
-# The number of a request, its output, and its result if it has finished; or an error.
 _NO_SCORES = Scores()
+# The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
 _StageMessage = tuple[ResultHeader, list[Outcome]]
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 PHASES = ("both", "prefill", "decode")
 GROUP = "midstream.ops"
+READINGS = ("capture", "probe")  # the kinds that keep something of a row and change nothing
 MAX_GENERATED = 1 << 16  # generated tokens that an edit may name
 Shape = Callable[[np.ndarray, str], np.ndarray]  # (numbers, name for messages) -> the numbers for the arithmetic
 E = TypeVar("E", bound="type[Edit]")
@@ -91,7 +92,7 @@ class Op(NamedTuple):
 
     @property
     def is_edit(self) -> bool:
-        return self.kind not in ("capture", "probe")
+        return self.kind not in READINGS
 
 
 class RowChange(NamedTuple):
@@ -382,7 +383,7 @@ def register(cls: E) -> E:
     kind, is_edit = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
     if not is_edit or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
         raise ValueError(f"{cls.__name__} must be a frozen dataclass, a subclass of Edit, with a kind and an order.")
-    if kind in ("capture", "probe") or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
+    if kind in READINGS or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
         taken = _registered[kind].__name__ if kind in _registered else kind.title()
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
     if len(cls.operands) > 2 or not set(cls.operands) <= set(field_names(cls)):  # type: ignore[arg-type]
