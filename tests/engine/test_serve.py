@@ -631,6 +631,11 @@ MISTAKES: dict[
         "midstream.plan",
         "scores; allowed: up to 65536",
     ),
+    "too many scores of all choices": (
+        field({**PROBE, "weight": np.ones((HIDDEN, 64)).tolist()}) | {"max_tokens": 100, "n": 16, "temperature": 1.0},
+        "midstream.plan",
+        "102400 scores; allowed: up to 65536",
+    ),
     "a path": (field({**CAPTURE, "to": "/tmp/x"}), "midstream.plan[0].to", "may not name where the engine writes"),
     "a consumer": (field({**CAPTURE, "to": {"consumer": "log"}}), "midstream.plan[0].to", "may not name where"),
     "a digest": (

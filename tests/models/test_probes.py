@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import Plain, close
@@ -174,6 +176,20 @@ def test_the_first_of_several_stops_counts(model: Any, plain: Plain) -> None:
     assert stopped(output)[1] == "probe:first"
     assert output.scores.positions == {"later": [], "first": [1], "all": [0, 1]}
     assert output.scores["later"].shape == (0, 1)
+
+
+def test_a_stop_string_that_looks_like_a_probes_reason_is_none(model: Any, plain: Plain) -> None:
+    """Seen failing: rows behind the probe's last token were left out, or it raised ValueError."""
+    from midstream.plan.probes import rows_end
+
+    probe = Probe("resid_post", layer=5, weight=WEIGHT, name="p", positions="last_prompt")
+    (output,) = model.generate(FRANCE, plan=[probe, everything()], max_tokens=4, **GREEDY)
+    assert len(output.captures["resid_post", 5]) == P + 3
+    sample = SimpleNamespace(stop_reason="probe:p")
+    chunks = [("p", np.array([P - 1]).tobytes(), b"")]
+    assert rows_end([probe], sample, chunks, 99) == 99 and rows_end([], sample, (), 99) == 99
+    stops = Probe("resid_post", layer=5, weight=WEIGHT, name="p", stop_above=0.0)
+    assert rows_end([stops], sample, chunks, 99) == P and rows_end([stops], sample, (), 99) == 99
 
 
 def test_a_named_vector_is_a_probe(model: Any, plain: Plain) -> None:

@@ -7,7 +7,7 @@ Rows D4, D5, D7, D8, E4, E5, E10, I1, K6, L3, L5.
 import itertools
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +20,7 @@ from midstream import Capture, Consumer, Patch, Plan, Probe, RecordedRun, Steer
 from midstream.capture.rows import Rows
 from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import compile_plan
+from midstream.plan.selections import Selector
 from midstream.plan.values import ModelFacts
 from midstream.runtime import loaded_plans, planned, tables
 from midstream.runtime import plan_host as host
@@ -567,8 +568,8 @@ def test_a_token_that_is_computed_again_is_scored_once(steps):
     def step(*given, **options):
         steps.step(*given, **options)
         find = steps.host.take_scores()
-        chunks, stops = find() if find is not None else ({}, {})
-        assert not stops
+        chunks, stops, errors = find() if find is not None else ({}, {}, {})
+        assert not (stops or errors)
         for name, positions, scores in chunks.get("a", []):
             found[name] += zip(np.frombuffer(positions, np.int64), np.frombuffer(scores, np.float32), strict=True)
 
@@ -589,6 +590,26 @@ def test_a_token_that_is_computed_again_is_scored_once(steps):
     step(only=["a", "b"])
     assert found["p"] == [(position, 0.5 * WIDTH * position) for position in range(6)]
     assert found["q"] == [(1, 0.5 * WIDTH), (2, WIDTH)]
+
+
+@dataclass(frozen=True)
+class _FailsLater(Selector):
+    kind = "fails_later"
+
+    def of_generated(self, numbers):
+        return numbers >= 0 if numbers.max() == 0 else numbers
+
+
+def test_a_selector_that_fails_ends_its_request_alone(steps):
+    """Seen failing: the error left the thread that reads the step's output, and with it the engine."""
+    probe = Probe("resid_post", layer=0, weight=[0.5] * WIDTH, name="p", positions=_FailsLater())
+    steps.step({"a": probe, "b": replace(probe, positions="all_generated")})
+    found = []
+    for _ in range(2):
+        steps.step()
+        found.append(steps.host.take_scores()())
+    assert [set(chunks) for chunks, _, _ in found] == [{"a", "b"}, {"b"}]
+    assert found[0][2] == {} and "of_generated returned" in found[1][2]["a"]
 
 
 def test_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):

@@ -414,7 +414,8 @@ class Worker(PlatformWorker):
 
         def find_endings() -> StepEnds | None:
             ended = {**self._refusals(rows), **errors} if rows is not None else errors
-            scores, probe_stops = find_scores() if find_scores is not None else ({}, {})
+            scores, probe_stops, failed = find_scores() if find_scores is not None else ({}, {}, {})
+            ended = {**ended, **failed}
             if not (ends.stops or ends.done or ended or scores):
                 return None
             return replace(ends, errors=ended, scores=scores, probe_stops=probe_stops)

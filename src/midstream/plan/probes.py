@@ -178,14 +178,18 @@ def check_names(probes: Sequence[Probe]) -> None:
             raise fields.refuse("Probe.name", f"{name!r} of two probes", "a name of its own for each probe")
 
 
-def rows_end(sample: Any, chunks: Sequence[ScoreChunk], otherwise: int) -> int:
+def stopping(probes: Sequence[Probe], stop_reason: Any) -> str | None:
+    """The name of the probe that ended a sample; None if none has. A string in `stop` may look like a probe's `stop_reason`."""
+    names = [probe.name for probe in probes if probe.stops]
+    return next((name for name in names if stop_reason == STOPPED_BY_PROBE + name), None)
+
+
+def rows_end(probes: Sequence[Probe], sample: Any, chunks: Sequence[ScoreChunk], otherwise: int) -> int:
     """The position behind the token at which a probe ended a sample, with these scores; `otherwise` if none has. Below it are the sample's
     rows.
     """
-    if isinstance(sample.stop_reason, str) and sample.stop_reason.startswith(STOPPED_BY_PROBE):
-        name = sample.stop_reason[len(STOPPED_BY_PROBE) :]
-        return 1 + max(int(np.frombuffer(at, np.int64)[-1]) for of, at, _ in chunks if of == name)
-    return otherwise
+    name = stopping(probes, sample.stop_reason)
+    return max((1 + int(np.frombuffer(at, np.int64)[-1]) for of, at, _ in chunks if of == name), default=otherwise)
 
 
 class ScorePlace(NamedTuple):

@@ -216,7 +216,9 @@ class CaptureForwarder:
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
                 info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
                 capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
-                stop = rows_end(sample, sample.scores, len(self._plan.prompt) + len(sample.token_ids) - 1)
+                stop = rows_end(
+                    self._plan.plan.probes, sample, sample.scores, len(self._plan.prompt) + len(sample.token_ids) - 1
+                )
                 self._captures.append((capture, stop))
                 capture.add(planes.rows())
                 capture.end(stop)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from midstream.capture.rows import Rows, join_in_order
-from midstream.errors import PlanError
+from midstream.errors import CaptureError, PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.probes import ScoreChunk
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
@@ -29,8 +29,8 @@ from midstream.sites import NotFinite, Point
 from midstream.trace.rows import BatchLayout
 
 _log = logging.getLogger(__name__)
-# By request: new scores; and the `stop_reason` of those that a probe has ended.
-StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, str]]
+# By request: new scores; the `stop_reason` of those that a probe has ended; and the errors of those whose selector has failed.
+StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, str], dict[str, str]]
 
 
 class PlanHost:
@@ -334,11 +334,15 @@ class PlanHost:
         def find() -> StepResults:
             chunks: dict[str, list[ScoreChunk]] = {}
             stops: dict[str, str] = {}
+            errors: dict[str, str] = {}
             for name, found in step.read().items():
-                chunks[name], reason = probed[name].take(found)
-                if reason is not None:
-                    stops[name] = reason
-            return chunks, stops
+                try:
+                    chunks[name], reason = probed[name].take(found)
+                except CaptureError as error:  # its selector has failed; other requests go on
+                    errors[name] = str(error)
+                else:
+                    stops |= {name: reason} if reason is not None else {}
+            return chunks, stops, errors
 
         return find
 

@@ -27,7 +27,7 @@ from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.fields import nearest
-from midstream.plan.ops.edit import kinds
+from midstream.plan.ops.edit import READINGS, kinds
 from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve import remote, studio, sweeps
@@ -164,7 +164,7 @@ async def capabilities(request: Request) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "sites": sites,
-        "kinds": [*kinds(), "capture"],
+        "kinds": [*kinds(), *READINGS],
         "limits": {
             "plan_bytes": MAX_STRANGERS_BYTES,
             "plan_edits": MAX_STRANGERS_EDITS,

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
-from midstream.plan.probes import STOPPED_BY_PROBE, Probe, ScoreChunk, Scores, chunks_of
+from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of, stopping
 from midstream.plan.selections import Selection, made
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
@@ -47,7 +47,7 @@ TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
-MAX_SCORES = 1 << 16  # numbers of the probes of one prompt
+MAX_SCORES = 1 << 16  # numbers of the probes of one request
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
 _LAST_SECONDS = 5  # time for clients to read the rest of their responses after the engine has ended
@@ -396,13 +396,10 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
         raise as_client_error(error) from error
 
 
-def _check_scores(probes: Sequence[Probe], prompt_length: int, max_tokens: int) -> None:
-    """Raise PlanError for probes with more scores than a response may hold: the server's event loop writes them as JSON."""
+def _most_scores(probes: Sequence[Probe], prompt_length: int, max_tokens: int) -> int:
+    """The most scores that one choice can have."""
     rows = ((probe, Selection.of(probe.positions, prompt_length)) for probe in probes)
-    count = sum(probe.classes * (found.prompt.size + max_tokens * bool(found.generated)) for probe, found in rows)
-    if count > MAX_SCORES:
-        allowed = f"up to {MAX_SCORES} over HTTP: select fewer tokens, or generate fewer"
-        raise fields.refuse("the plan", f"probes with {count} scores", allowed)
+    return sum(probe.classes * (found.prompt.size + max_tokens * bool(found.generated)) for probe, found in rows)
 
 
 class _ScoredChoice:
@@ -447,6 +444,7 @@ class ServedRequest:
         self.inline = MAX_INLINE_BYTES if inline else 0  # bytes that may still be put inline
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float | None] | None] = []
+        self._most_scores = 0  # that all of its choices can have
         self._scored: dict[int, _ScoredChoice] = {}  # by the number of the choice
         self._stops: dict[int, str] = {}  # the choices that a probe has ended
         self._unfinished = 0  # prompts
@@ -472,7 +470,11 @@ class ServedRequest:
             invoke = Invoke(text, None, plan=self.plan, answers=answers)
             request = model.planned(invoke, dict(prompt), params)
             assert request.plan is not None
-            _check_scores(request.plan.plan.probes, len(prompt["prompt_token_ids"]), params.max_tokens or 0)
+            probes, length = request.plan.plan.probes, len(prompt["prompt_token_ids"])
+            self._most_scores += params.n * _most_scores(probes, length, params.max_tokens or 0)
+            if self._most_scores > MAX_SCORES:  # the server's event loop writes them as JSON
+                allowed = f"up to {MAX_SCORES} over HTTP, all choices together: set a smaller max_tokens, or select fewer tokens"
+                raise fields.refuse("the plan", f"probes with {self._most_scores} scores", allowed)
         self._graded.append(None)
         self._unfinished += 1
         self._server.planned += 1
@@ -499,7 +501,7 @@ class ServedRequest:
         for sample in output.outputs:
             choice = first + sample.index
             self._scored.setdefault(choice, _ScoredChoice()).chunks = chunks_of(sample)
-            if isinstance(sample.stop_reason, str) and sample.stop_reason.startswith(STOPPED_BY_PROBE):
+            if stopping(self.plan.probes, sample.stop_reason) is not None:
                 self._stops[choice] = sample.stop_reason
 
     async def _finish(self, number: int, output: Any) -> None:

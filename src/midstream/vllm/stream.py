@@ -256,7 +256,7 @@ class RunningRequest:
             return self._generated
         before = len(self._request.prompt["prompt_token_ids"]) - 1  # the last token has no row
         return [
-            rows_end(self._seen[i], chunks_of(self._seen[i]), before + count) - before
+            rows_end(self._probes, self._seen[i], chunks_of(self._seen[i]), before + count) - before
             for i, count in enumerate(self._generated)
         ]
 
