@@ -770,7 +770,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     page.emulate("light")
     assert ground() == dark
     page.browser.refresh()
-    assert ground() == dark
+    page.wait(lambda: ground() == dark)
     page["theme"].click()
     assert ground() == light
 
