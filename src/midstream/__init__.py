@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
     from midstream.engine.launch import engine_arguments
-    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer
+    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer, When
     from midstream.remote.model import Remote
     from midstream.sweeps.results import SweepResult
     from midstream.trace.tracer import backward, save
@@ -31,6 +31,7 @@ __all__ = [
     "Span",
     "Steer",
     "SweepResult",
+    "When",
     "backward",
     "demo_model",
     "engine_arguments",
@@ -52,6 +53,7 @@ _HOMES = {
     "Steer": "midstream.plan.values",
     "SweepResult": "midstream.sweeps.results",
     "VLLM": "midstream.vllm.model",
+    "When": "midstream.plan.values",
     "backward": "midstream.trace.tracer",
     "demo_model": "midstream.bundled",
     "engine_arguments": "midstream.engine.launch",

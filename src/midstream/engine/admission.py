@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
-from midstream.plan.values import Capture, ModelFacts, Plan, check, check_strangers, counted_from_0
+from midstream.plan.values import Capture, Intervention, ModelFacts, Plan, check, check_strangers, counted_from_0
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
@@ -242,7 +242,9 @@ def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: in
     plan = unpacked(wire)
     layers, hidden, dtype = model
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
-    residual = Plan(tuple(item for item in plan.interventions if item.site in _RESIDUAL))
-    others = Plan(tuple(item for item in plan.interventions if item.site not in _RESIDUAL))
+    residual, others = list[Intervention](), list[Intervention]()
+    for item in plan.interventions:
+        sites = {item.site, *(site for site, _ in item.further)}
+        (residual if sites.issubset(_RESIDUAL) else others).append(item)
     for part, facts in ((residual, ModelFacts(layers, widths, dtype)), (others, ModelFacts(layers, {}, dtype))):
-        check(part, facts, prompt, max_tokens, vectors=None, runs=None, multimodal=multimodal)
+        check(Plan(tuple(part)), facts, prompt, max_tokens, vectors=None, runs=None, multimodal=multimodal)

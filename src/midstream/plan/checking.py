@@ -209,10 +209,10 @@ class PackedResult:
 def checked(program: Any) -> Checked:
     """Check a `Program`, whose module imports this one. Raises PlanError as the class does.
 
-    Programs that differ only in the numbers of floating constants are checked once: requests often have programs of their own.
+    Programs that differ only in floating numbers are checked once: requests often have programs of their own.
     """
     key = json.dumps([program.width, program.inputs, program.dtype, written(program.result)])
-    key += json.dumps([[step.op, written(step.args), written(step.kwargs)] for step in program.steps])
+    key += json.dumps([[step.op, _shape_of(step.args), _shape_of(step.kwargs)] for step in program.steps])
     key += json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
     if key not in _known:
         found = [_checked(program, rows) for rows in _CHECKED_ROWS]
@@ -220,6 +220,13 @@ def checked(program: Any) -> Checked:
             _known.clear()
         _known[key] = found[0]
     return _known[key]
+
+
+def _shape_of(arg: Any) -> Any:
+    """An argument as plain data, without the value of floating numbers, on which no shape depends."""
+    if isinstance(arg, tuple):
+        return list(map(_shape_of, arg))
+    return {"float": True} if isinstance(arg, float) else written(arg)
 
 
 def _checked(program: Any, rows: int) -> Checked:

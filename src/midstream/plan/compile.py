@@ -24,7 +24,7 @@ import torch
 
 from midstream.plan import fields
 from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes, Reading
-from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
+from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, point_of, position_of
 from midstream.plan.probes import Probe, ScorePlace
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
@@ -132,7 +132,7 @@ def compile_plan(
     Raises:
         PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
     """
-    bank, others = (_VectorBank(width, vector, run, on_host or vector) for _ in range(2))
+    bank, others = (_VectorBank(width, vector, run, on_host or vector, dtype) for _ in range(2))
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
@@ -149,7 +149,7 @@ def compile_plan(
         for phase in edits if edit.phase == "both" else (edit.phase,):
             edits[phase].setdefault(point, []).append(op)
     readings = [item for item in normal.readings if points is None or point_of(item) in points]
-    scorers = {probe: probe.program(dtype, on_host or vector) for probe in normal.probes}
+    scorers = {probe: probe.program_for(dtype, width, on_host or vector) for probe in normal.probes}
     profiles = _Profiles(edits, width, reads_of(normal.captures), scorers)
     selections = {each: Selection.of(each, prompt_length) for each in {item.positions for item in normal.readings}}
     codes_P, reads, generated_reads = _read(readings, selections, prompt_length)
@@ -198,7 +198,7 @@ def _reach(
     reach = [
         Reach(
             frozenset(point for item in items for point in (point_of(item), *item.further)),
-            frozenset(point_of(item) for item in items if isinstance(item, Probe) or item.its_program is not None),
+            frozenset(point_of(item) for item in items if item.runs_program),
         )
         for items in (in_prompt, generated)
     ]
@@ -258,9 +258,10 @@ class _VectorBank:
         vector: Callable[[Named], Any],
         run: Callable[[RecordedRun, str, int, int], torch.Tensor],
         on_host: Callable[[Named], Any],
+        dtype: str,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._width, self._vector, self._run, self._on_host = width, vector, run, on_host
+        self._width, self._vector, self._run, self._on_host, self._dtype = width, vector, run, on_host, dtype
         self._index: dict[Any, int] = {}
         self._ops: dict[Any, Op] = {}
 
@@ -271,6 +272,10 @@ class _VectorBank:
         for field, value in edit.values():
             if isinstance(value, Named):
                 self._operand(edit, field, value)
+        for part in edit.parts:
+            for _, value in part.values():
+                if isinstance(value, Named):
+                    self._on_host(value)
 
     def op(self, edit: Edit) -> Op:
         """The op of an edit in normal form. Cached, since a plan may have the same one at many positions."""
@@ -278,8 +283,8 @@ class _VectorBank:
         if key not in self._ops:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
             first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
-            numbers = edit.numbers()
-            self._ops[key] = Op(edit.kind, first, second, *numbers, program=edit.its_program, inputs=edit.further)
+            program = edit.program_for(self._dtype, self._width, self._on_host)
+            self._ops[key] = Op(edit.kind, first, second, *edit.numbers(), program=program, inputs=edit.further)
         return self._ops[key]
 
     def _operand(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> int:
@@ -491,13 +496,12 @@ class _Texts:
     def of(self, edit: Edit) -> str:
         key = edit.effect()
         if key not in self._known:
-            attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
-            for field, value in vars(edit).items():
-                # Its vector is unknown here, so the plan equals no other.
-                if isinstance(value, Named) and value.digest is None:
-                    attributes[field] = Named(self._nonces[value.name])
-            self._known[key] = digest(encoded(changed(edit, **attributes)).encode())
+            self._known[key] = digest(encoded(edit.placeless().named(self._known_vector)).encode())
         return f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]
+
+    def _known_vector(self, named: Named) -> Named:
+        """Of a vector that is unknown here a name of its own, so that the plan equals no other."""
+        return named if named.digest is not None else Named(self._nonces[named.name])
 
 
 def _stretches(edits: list[_Active]) -> list[_Stretch]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from midstream.plan import fields
 from midstream.plan.captures import Reading
 from midstream.plan.program import Program
-from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Step
+from midstream.plan.steps import INPUT, Ref
 from midstream.plan.vectors import Named, Vector, as_vector, as_vector_or_name
+
+if TYPE_CHECKING:
+    from midstream.plan.writing import StepWriter
 
 MAX_PROBES = 64  # of a plan
 MAX_CLASSES = 64
@@ -112,8 +115,18 @@ class Probe(Reading):
         above, below = self.stop_above, self.stop_below
         return (above is not None and score > above) or (below is not None and score < below)
 
-    def program(self, dtype: str, vector: Callable[[Named], Any]) -> Program:
-        """The program that computes the scores, for rows of a dtype. `vector`: returns a named vector, `[hidden]`."""
+    @property
+    def runs_program(self) -> bool:
+        return True
+
+    def program_for(self, dtype: str, width: Callable[[str, int], int], vector: Callable[[Named], Any]) -> Program:
+        from midstream.plan.writing import StepWriter  # imports torch, unlike this module
+
+        writer = StepWriter(width(self.site, self.layer), dtype)
+        return writer.program(self.written(writer, INPUT, vector), keeps=True)
+
+    def written(self, writer: StepWriter, h: Ref, vector: Callable[[Named], Any]) -> Ref:
+        """The scores `[rows, C]` of an input, float32. `vector`: as of `program_for`."""
         import torch
 
         columns = self.weight if isinstance(self.weight, tuple) else (self.weight,)
@@ -122,27 +135,15 @@ class Probe(Reading):
         weight = weight_CH[0] if self.classes == 1 else weight_CH.T.contiguous()
         # Also a bias of zero is a constant, so that probes with and without a bias run together.
         bias_C = torch.from_numpy(np.broadcast_to(np.float32(self.bias), (self.classes,)).copy())
-        steps: list[Step] = []
-
-        def step(op: str, *args: Any) -> Ref:
-            steps.append(Step(op, args))
-            return Ref(len(steps) - 1)
-
-        h = INPUT
-        if dtype != "float32":
-            steps.append(Step("_to_copy.default", (INPUT,), (("dtype", DType("float32")),)))
-            h = Ref(0)
+        step, h = writer.step, writer.float32(h)
         if self.classes == 1:  # not a product of matrices, whose rounding may depend on the number of rows
-            scores = step("sum.dim_IntList", step("mul.Tensor", h, Const(0)), (1,), True)
+            scores = step("sum.dim_IntList", step("mul.Tensor", h, writer.constant(weight)), (1,), True)
         else:
-            scores = step("mm.default", h, Const(0))
-        scores = step("add.Tensor", scores, Const(1))
+            scores = step("mm.default", h, writer.constant(weight))
+        scores = step("add.Tensor", scores, writer.constant(bias_C))
         if self.activation == "softmax":
-            scores = step("_softmax.default", scores, 1, False)
-        elif self.activation is not None:
-            scores = step(f"{self.activation}.default", scores)
-        constants = Constant.of(weight), Constant.of(bias_C)
-        return Program(weight_CH.shape[1], dtype, tuple(steps), (scores,), constants)
+            return step("_softmax.default", scores, 1, False)
+        return scores if self.activation is None else step(f"{self.activation}.default", scores)
 
 
 def _columns(weight: Any) -> tuple[Vector, ...] | Named:

@@ -8,8 +8,8 @@
     model.generate(prompts, plan=plan)
 
 Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). The order
-at a site is: captures and probes before, patches, steers, clamps, programs, captures and probes after. `ops` has one file for each kind of
-edit.
+at a site is: captures and probes before, patches, steers, clamps, programs, gated edits, captures and probes after. `ops` has one file for
+each kind of edit.
 
 A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the engine
 holds.
@@ -27,7 +27,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields, wire
 from midstream.plan.captures import Capture, Consumer, Reading, Sink
 from midstream.plan.fields import Span, span_positions
-from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer
+from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer, When
 from midstream.plan.ops.edit import Intervention, changed, field_names
 from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
@@ -62,6 +62,7 @@ __all__ = [
     "Span",
     "Steer",
     "Vector",
+    "When",
     "Zeros",
     "check",
     "check_strangers",
@@ -79,7 +80,7 @@ MAX_PLACED_EDITS = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Interventions in order. In `a + b`, the interventions of `a` come first.
+    """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes one for each of them.
 
     Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
     """
@@ -90,7 +91,11 @@ class Plan:
         fields.settle(self, interventions=tuple(self.interventions))
         for i, item in enumerate(self.interventions):
             if not isinstance(item, (Edit, Reading)):
-                raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply, Probe or Capture")
+                raise fields.refuse(
+                    f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply, When, Probe or Capture"
+                )
+        if any(len(item.parts) > 2 for item in self.interventions):
+            fields.settle(self, interventions=tuple(one for item in self.interventions for one in item.alone))
         if self.probes:
             check_names(self.probes)
 
@@ -165,11 +170,14 @@ class Plan:
         """Its captures and probes."""
         return self.captures + self.probes
 
+    def values(self) -> Iterator[Vector | Named | RecordedRun | Zeros]:
+        """The operands of all its interventions."""
+        return (value for item in self.interventions for part in (item, *item.parts) for _, value in part.values())
+
     @cached_property
     def runs(self) -> tuple[RecordedRun, ...]:
         """The recorded runs that its edits read, each once."""
-        sources = [value for edit in self.edits for _, value in edit.values()]
-        return tuple({source.id: source for source in sources if isinstance(source, RecordedRun)}.values())
+        return tuple({value.id: value for value in self.values() if isinstance(value, RecordedRun)}.values())
 
     def normal(self, num_layers: int | None = None, prompt_length: int | None = None) -> Plan:
         """The normal form: edits in the order in which they act at a site, then captures, then probes by their names.
@@ -205,11 +213,7 @@ class Plan:
         """The plan for an engine that holds large constants of its programs, and these constants' data: see `Program.held`."""
         items, data = list[Intervention](), dict[str, bytes]()
         for item in self.interventions:
-            if item.its_program is not None and item.function is not None:
-                program, of_item = item.its_program.held
-                data |= of_item
-                item = changed(item, **{item.function: program}) if of_item else item
-            items.append(item)
+            items.append(_held(item, data))
         return (Plan(tuple(items)), data) if data else (self, {})
 
     def __add__(self, other: Any) -> Plan:
@@ -244,6 +248,17 @@ def _order_of(edits: Sequence[Edit]) -> Callable[[Edit], Any]:
     return _point
 
 
+def _held(item: Intervention, data: dict[str, bytes]) -> Intervention:
+    """The intervention without its large constants, which are added to `data`."""
+    if item.parts:
+        return item.with_parts(lambda part: _held(part, data))
+    if item.its_program is None or item.function is None:
+        return item
+    program, mine = item.its_program.held
+    data |= mine
+    return changed(item, **{item.function: program}) if mine else item
+
+
 def _point(item: Intervention) -> tuple[int, int]:
     layers = item.at_layers
     return SITE_ORDER[item.site], -1 if layers == "all" else layers[0]
@@ -270,6 +285,10 @@ def _encoded(field: str, value: Any) -> Any:
             return ["zeros"]
         case Program():
             return ["program", value.digest]
+        case Intervention():
+            return encoded(value)
+        case (Intervention(), *_):
+            return list(map(encoded, value))
         case Span():
             return [value.text, value.occurrence]
         case Selector():
@@ -315,6 +334,8 @@ def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]])
     span, field = item.place, item.position_field
     if not isinstance(span, Span):
         return item
+    if item.parts:
+        return item.with_parts(lambda part: _resolved(part, text, offsets))
     found: dict[str, Any] = {field: span_positions(span, text, offsets, item.label(field))}
     return dataclasses.replace(item, **found)  # type: ignore[type-var]
 
@@ -330,13 +351,7 @@ def with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:
 
     Digests key the prefix cache, so the owner of the vectors sets them, and overrides digests in the request.
     """
-    return Plan(tuple(_with_digests(item, digests) for item in plan.interventions))
-
-
-def _with_digests(item: Intervention, digests: Mapping[str, str]) -> Intervention:
-    named = {field: value.name for field, value in vars(item).items() if isinstance(value, Named)}
-    found: dict[str, Any] = {field: Named(name, digests.get(name)) for field, name in named.items()}
-    return dataclasses.replace(item, **found) if found else item  # type: ignore[type-var]
+    return Plan(tuple(item.named(lambda each: Named(each.name, digests.get(each.name))) for item in plan.interventions))
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
@@ -386,14 +401,14 @@ def check(
     An argument that is None is unknown, and is not checked.
     """
     _check_size(plan, facts.num_layers)
-    for item in plan.interventions:
+    if plan.probes and len(facts.stages) > 1:
+        given = f"{plan.probes[0].name!r} on an engine with pipeline stages"
+        raise fields.refuse("the probe", given, "probes with pipeline_parallel_size=1")
+    for item in chain.from_iterable((*item.parts, item) for item in plan.interventions):
         _check_positions(item, prompt_length, multimodal)
         if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:
             allowed = "positions of the prompt, or more max_tokens"
             raise fields.refuse(item.label("positions"), "'all_generated' with max_tokens=0", allowed)
-        if isinstance(item, Probe) and len(facts.stages) > 1:
-            given = f"{item.name!r} on an engine with pipeline stages"
-            raise fields.refuse("the probe", given, "probes with pipeline_parallel_size=1")
         layers = item.layers_in(facts.num_layers)
         _check_site(item, layers, facts.widths)
         for name, value in item.values():
@@ -412,7 +427,7 @@ def check(
                 raise fields.refuse(
                     "Capture.program", f"for {program.dtype}", f"one for {facts.dtype}, the model's dtype"
                 )
-            _check_further(item, program, layers, facts)
+        _check_further(item, layers, facts)
 
 
 def check_strangers(plan: Plan, num_layers: int) -> None:
@@ -423,9 +438,8 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
         allowed = f"up to {wire.MAX_STRANGERS_EDITS} edits and captures over HTTP, {counted}"
         raise fields.refuse("the plan", f"{count} edits and captures", allowed)
     items = plan.interventions
-    each = ((item.its_program, num_layers if item.at_layers == "all" else len(item.at_layers)) for item in items)
-    work = sum(program.work * layers for program, layers in each if program is not None)
-    work += sum(column.width for probe in plan.probes for _, column in probe.values() if isinstance(column, Vector))
+    layers = (num_layers if item.at_layers == "all" else len(item.at_layers) for item in items)
+    work = sum(_work(item) * count for item, count in zip(items, layers, strict=True))
     if work > wire.MAX_STRANGERS_WORK:
         allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
         raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
@@ -460,6 +474,14 @@ def _check_size(plan: Plan, num_layers: int) -> None:
     if placed > MAX_PLACED_EDITS:
         allowed = f"up to {MAX_PLACED_EDITS} of them, counted once for each layer and position"
         raise fields.refuse("the plan", f"{placed} edits at positions", allowed)
+
+
+def _work(item: Intervention) -> int:
+    """About how many numbers its programs compute for a token, at one layer."""
+    if item.its_program is not None:
+        return item.its_program.work
+    widths = (value.width for part in (item, *item.parts) for _, value in part.values() if isinstance(value, Vector))
+    return sum(widths) if item.runs_program else 0
 
 
 def _count(item: Intervention, num_layers: int) -> int:
@@ -503,11 +525,13 @@ def _check_width(
             raise fields.refuse(item.label(field), given, f"{expected}, the width of {item.site} at layer {layer}")
 
 
-def _check_further(item: Intervention, program: Program, layers: Iterable[int], facts: ModelFacts) -> None:
+def _check_further(item: Intervention, layers: Iterable[int], facts: ModelFacts) -> None:
     """Raise PlanError for further inputs that the model lacks, or that it does not compute early enough or on the same stage."""
-    for i, (point, width) in enumerate(zip(item.further, program.inputs, strict=True)):
-        place, given = f"{item.label('inputs')}[{i}]", fields.shown(point)
-        if facts.widths and facts.widths.get(point) != width:
+    widths = item.its_program.inputs if item.its_program is not None else ()
+    for i, point in enumerate(item.further):
+        place, given = item.label("probe" if item.parts else f"inputs[{i}]"), fields.shown(point)
+        width = widths[i] if i < len(widths) else None
+        if facts.widths and width is not None and facts.widths.get(point) != width:
             have = facts.widths.get(point)
             allowed = (
                 f"one of width {width}, as the program has it; it has {'no such site' if have is None else have} there"
@@ -515,9 +539,9 @@ def _check_further(item: Intervention, program: Program, layers: Iterable[int], 
             raise fields.refuse(place, given, allowed)
         for layer in layers:
             own = item.site, layer
-            if not comes_before(point, own):
+            if point != own and not comes_before(point, own):
                 raise fields.refuse(
-                    place, given, f"a value that every model computes before {own[0]} of layer {own[1]}"
+                    place, given, f"{own[0]} of layer {own[1]} itself, or a value that every model computes before it"
                 )
             if not facts.are_together(point, own):
                 raise fields.refuse(place, given, f"a value on the pipeline stage of layer {layer}")

@@ -97,6 +97,8 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
             return {"selector": value.kind} | ({"options": options} if (options := value.options) else {})
         case Consumer():
             return {"consumer": value.name} | ({"options": value.options} if value.options else {})
+        case Intervention():
+            return _written(value, tables)
         case tuple():
             return [_written_value(item, tables) for item in value]
     if callable(value):
@@ -240,6 +242,10 @@ class _PlanReader:
     def _value(self, place: str, name: str, value: Any, cls: type[Intervention]) -> Any:
         if name == "to":
             return self._to(place, value)
+        if name in cls.part_fields:
+            if isinstance(value, list):
+                return tuple(self._part(f"{place}[{i}]", each) for i, each in enumerate(_list(place, value)))
+            return self._part(place, value)
         if name in cls.operands:
             may_be_run = name in cls.run_operands
             if isinstance(value, dict):
@@ -265,6 +271,11 @@ class _PlanReader:
             with fields.errors_at(place):
                 return Span(value["span"], value.get("occurrence", 0))
         return _list(place, value) if isinstance(value, list) else value
+
+    def _part(self, place: str, value: Any) -> Intervention:
+        if isinstance(value, dict) and value.get("kind") in kinds() and kind_of(value["kind"]).part_fields:
+            raise fields.refuse(place, f"an edit of the kind {value['kind']!r}", "one that has no edits in it")
+        return self.intervention(place, value)
 
     def _operand(self, place: str, value: dict[str, Any], may_be_run: bool) -> Any:
         match value:

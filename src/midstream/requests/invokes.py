@@ -458,7 +458,8 @@ class Planner:
             tuple(map(destination_key, capture.sinks)) for capture in plan.captures
         )  # equal functions may differ
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
-        programs = filter(None, (item.its_program for item in plan.interventions))
+        parts = (part for item in plan.interventions for part in (item, *item.parts))
+        programs = filter(None, (part.its_program for part in parts))
         # Equal programs may differ in whether they carry their constants.
         carried = sum(program.nbytes for program in programs)
         known = (self._with_functions if has_functions else self._known).get(
@@ -489,7 +490,7 @@ class Planner:
             return plan
         return Plan(
             tuple(
-                changed(item, layers=layers_of[item.site]) if item.at_layers == "all" and item.site in partial else item
+                item.at(layers_of[item.site]) if item.at_layers == "all" and item.site in partial else item
                 for item in plan.interventions
             )
         )

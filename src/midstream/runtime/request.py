@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -95,10 +95,10 @@ def plan_bytes(plan: Plan) -> int:
     for item in plan.interventions:
         listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
         total += _ENTRY_BYTES + _POSITION_BYTES * sum(map(len, listed))
-        total += sum(value.data.nbytes for _, value in item.values() if isinstance(value, Vector))
-        if isinstance(item, Edit) and (program := item.its_program) is not None:
-            total += program.nbytes
-    return total
+        for part in (item, *item.parts):
+            if isinstance(part, Edit) and (program := part.its_program) is not None:
+                total += program.nbytes
+    return total + sum(value.data.nbytes for value in plan.values() if isinstance(value, Vector))
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -223,17 +223,12 @@ def share(sampling_params: Any, wire: bytes) -> None:
 
 def has_open_names(plan: Plan) -> bool:
     """Whether it names vectors without their digests."""
-    return any(isinstance(value, Named) and value.digest is None for value in _values(plan))
+    return any(isinstance(value, Named) and value.digest is None for value in plan.values())
 
 
 def may_be_gone(plan: Plan) -> bool:
     """Whether it needs something that may be deleted before its request begins: a named vector or a recorded run."""
-    return any(isinstance(value, (Named, RecordedRun)) for value in _values(plan))
-
-
-def _values(plan: Plan) -> Iterator[Any]:
-    """The vectors, runs and masks of its edits."""
-    return (value for edit in plan.edits for _, value in edit.values())
+    return any(isinstance(value, (Named, RecordedRun)) for value in plan.values())
 
 
 # --------------------------------------------------------------------------------------------------------------- traces

@@ -335,7 +335,7 @@ def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) 
         return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
     if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
         return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
-    values = (value for edit in server_of(request).model.plan.edits for _, value in edit.values())
+    values = server_of(request).model.plan.values()
     if name in {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}:
         return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
     return None

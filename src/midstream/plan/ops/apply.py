@@ -24,6 +24,7 @@ class Apply(Edit):
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
         program: a `midstream.plan.program.Program` of the site's width.
         inputs: (site, layer) of each further input of the program, `[("resid_post", 2)]`: the values there before the plan's own edits.
+            The site itself may be one of them.
         phase, positions: as in `Steer`.
 
     Raises:

@@ -51,7 +51,7 @@ import numpy as np
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.program import Program
-from midstream.plan.vectors import RecordedRun
+from midstream.plan.vectors import Named, RecordedRun
 from midstream.sites import Point
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Intervention:
         layer_field, position_field: the names of the fields for layers and positions.
         function: the field that holds a `Program`; None if there is none.
         operands: the fields that hold a vector of the site's width, or the name of one. Of an edit the arithmetic's v and w: at most two.
+        part_fields: the fields that hold interventions, one or a tuple.
         run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
     """
 
@@ -131,6 +132,7 @@ class Intervention:
     function: ClassVar[str | None] = None
     operands: ClassVar[tuple[str, ...]] = ()
     run_operands: ClassVar[tuple[str, ...]] = ()
+    part_fields: ClassVar[tuple[str, ...]] = ()
 
     site: str
     layer: int
@@ -147,8 +149,39 @@ class Intervention:
         """The (site, layer) of other values that it reads."""
         return ()
 
+    @property
+    def parts(self) -> tuple[Intervention, ...]:
+        """The interventions that it consists of; empty if it is a single one."""
+        return ()
+
+    @property
+    def alone(self) -> tuple[Intervention, ...]:
+        """Interventions with one site each, which together do the same."""
+        return (self,)
+
+    def with_parts(self, change: Callable[[Intervention], Intervention]) -> Intervention:
+        """The same with its parts changed."""
+        return self
+
+    @property
+    def runs_program(self) -> bool:
+        """Whether it runs a program, which `program_for` returns."""
+        return self.its_program is not None
+
+    def program_for(
+        self, dtype: str, width: Callable[[str, int], int], vector: Callable[[Named], Any]
+    ) -> Program | None:
+        """The program that it runs, for an intervention in normal form; None if it runs none.
+
+        Args:
+            dtype: of the rows, as in "bfloat16".
+            width: of a site at a layer.
+            vector: returns a named vector, `[width]`.
+        """
+        return self.its_program
+
     def values(self) -> Iterator[tuple[str, Any]]:
-        """The given operands: (field, `Vector`, `Named`, `RecordedRun` or `Zeros`)."""
+        """The given operands, without those of its parts: (field, `Vector`, `Named`, `RecordedRun` or `Zeros`)."""
         for field in self.operands:
             value = getattr(self, field)
             for one in value if isinstance(value, tuple) else (value,):
@@ -190,6 +223,15 @@ class Intervention:
                 raise fields.refuse(self.label(self.layer_field), str(layer), allowed)
         return self.at_layers  # type: ignore[no-any-return]
 
+    def at(self, layers: tuple[int, ...]) -> Self:
+        """The same at these layers."""
+        return changed(self, layers=layers)
+
+    def named(self, change: Callable[[Named], Named]) -> Self:
+        """The same with its named vectors changed."""
+        found = {field: change(value) for field, value in vars(self).items() if isinstance(value, Named)}
+        return changed(self, **found) if found else self
+
     def counted_from_0(self, num_layers: int) -> Self:
         """The intervention with layers counted from 0, except for those outside the model. Raises PlanError for a layer that
         occurs twice.
@@ -228,7 +270,8 @@ class Edit(Intervention):
     """Base of all edits. They have `layers`, `phase` and `positions`, unless `layer_field` and `position_field` say otherwise.
 
     Attributes:
-        order: edits of a lower order act first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30; edits with a `function` act last.
+        order: edits of a lower order act first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30. Edits that run a program act
+            after all others.
         adds: whether the arithmetic returns a summand rather than the new value. Consecutive edits that add are computed from the same h
             and added to it in one sum, so their order does not matter.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
@@ -327,6 +370,10 @@ class Edit(Intervention):
         names = field_names(type(self))  # type: ignore[arg-type]
         values = [getattr(self, name) for name in names if name not in self.place_fields]
         return (self.kind, *(value.id if isinstance(value, RecordedRun) else value for value in values))
+
+    def placeless(self) -> Self:
+        """The edit without its place."""
+        return changed(self, **dict.fromkeys(self.place_fields & vars(self).keys()))
 
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Self]:
         """The edit's normal form: one edit for each layer and position.

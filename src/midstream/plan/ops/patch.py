@@ -168,7 +168,9 @@ class Patch(Edit):
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:
-        weight_H = v_H.new_full(v_H.shape, a) if w_H is None else a * w_H
+        import torch
+
+        weight_H = torch.full_like(v_H, a) if w_H is None else a * w_H
         mixed_TH = (1 - weight_H) * h_TH + weight_H * v_H
         # A recorded half-precision row may hold an infinity, and 0 times that is NaN.
         return v_H.where(weight_H == 1, h_TH.where(weight_H == 0, mixed_TH))
