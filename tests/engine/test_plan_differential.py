@@ -96,6 +96,16 @@ class Requests:
             )  # fmt: skip
         return Clamp(site, layers=self.layers(), direction=self.vector(1.0), low=-1.0, high=1.0, **self.place(length))
 
+    def gated(self, edit: Any) -> Any:
+        """An edit where a score is above or below what about half of the tokens have."""
+        from midstream import Probe, When
+
+        first = 0 if edit.at_layers == "all" else min(edit.at_layers)
+        layer = self.random.randint(0, first)
+        site = "resid_pre" if layer == first else self.random.choice(SITES)
+        probe = Probe(site, layer=layer, weight=self.vector(1.0), name="gate")
+        return When(probe, **{self.random.choice(["above", "below"]): self.random.choice([0.0, 1.0])}, then=edit)
+
     def capture(self, length: int) -> Any:
         from midstream import Capture
 
@@ -112,6 +122,7 @@ class Requests:
     def plan(self, length: int) -> list[Any]:
         kinds = self.random.random()
         edits = [self.intervention(length) for _ in range(0 if kinds < 0.15 else self.random.randint(1, 3))]
+        edits = [self.gated(edit) if self.random.random() < 0.3 else edit for edit in edits]
         captures = [self.capture(length) for _ in range(self.random.choice([0, 1, 1, 2]))]
         return edits + captures + [self.probe(f"p{i}") for i in range(self.random.choice([0, 0, 0, 1, 2]))]
 

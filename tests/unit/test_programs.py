@@ -532,7 +532,7 @@ IN_GRAPHS = {"eager": (), "recorded": (0, 1, 2), "the first in a graph": (0,), "
 @pytest.mark.parametrize(("kind", "how"), [(TorchTables, "eager"), *((DeviceTables, how) for how in IN_GRAPHS)])
 @pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
 def test_programs_read_earlier_values_of_the_step(kind: Any, second: bool, how: str) -> None:
-    """Three plans and plain rows, in steps with other rows each time. A value is the one before the edits at its own site. Parts of a
+    """Four plans and plain rows, in steps with other rows each time. A value is the one before the edits at its own site. Parts of a
     step may run in graphs and others outside."""
     rng = np.random.default_rng(7)
     torch.manual_seed(7)
@@ -546,6 +546,7 @@ def test_programs_read_earlier_values_of_the_step(kind: Any, second: bool, how: 
             middle: [Op("apply", program=_sum_of(0.5), inputs=(early,))],
             late: [Op("apply", program=_sum_of(3.0, 2), inputs=(early, middle)), Op("apply", program=SCALED)],
         },
+        {early: [op("steer", 0, a=1.0), Op("apply", program=_sum_of(0.5), inputs=(early,))]},
     ]
     slots = [tables.load(compiled([copy.deepcopy(plan)], [V], W)) for plan in plans]
     streams = {at: [torch.zeros(rows, W, device=device) for _ in range(1 + second)] for at in range(3)}
@@ -568,7 +569,7 @@ def test_programs_read_earlier_values_of_the_step(kind: Any, second: bool, how: 
                     graph[place]()
                 graph[place] = recorded.replay
     for _ in range(8):
-        chosen = rng.integers(-1, 3, rows)
+        chosen = rng.integers(-1, 4, rows)
         tables.begin_step(RowProfiles(np.array([0 if n < 0 else slots[n].ids[1] for n in chosen], np.int32)), None)
         before = [torch.randn(1 + second, rows, W) for _ in range(3)]
         for place in range(3):
@@ -583,6 +584,7 @@ def test_programs_read_earlier_values_of_the_step(kind: Any, second: bool, how: 
             got = [sum(stream[row].cpu() for stream in streams[place]) for place in range(3)]
             wanted = {
                 -1: (a, b, c), 0: (a + V, b, c + 2 * a), 1: (a, b, c - a), 2: (a, b + 0.5 * a, 0.5 * (c + 3 * b) + V),
+                3: (a + V + 0.5 * a, b, c),
             }[int(n)]  # fmt: skip
             for mine, theirs in zip(got, wanted, strict=True):
                 torch.testing.assert_close(mine, theirs[row], rtol=1e-5, atol=1e-5)
