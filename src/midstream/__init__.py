@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from midstream.engine.launch import engine_arguments
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer, When
     from midstream.remote.model import Remote
+    from midstream.sae import SAE
     from midstream.sweeps.results import SweepResult
     from midstream.trace.tracer import backward, save
     from midstream.transformers.model import LanguageModel
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "SAE",
     "VLLM",
     "Capture",
     "Clamp",
@@ -49,6 +51,7 @@ _HOMES = {
     "Probe": "midstream.plan.values",
     "RecordedRun": "midstream.plan.values",
     "Remote": "midstream.remote.model",
+    "SAE": "midstream.sae",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
     "SweepResult": "midstream.sweeps.results",

@@ -150,7 +150,7 @@ def compile_plan(
             edits[phase].setdefault(point, []).append(op)
     readings = [item for item in normal.readings if points is None or point_of(item) in points]
     scorers = {probe: probe.program_for(dtype, width, on_host or vector) for probe in normal.probes}
-    profiles = _Profiles(edits, width, reads_of(normal.captures), scorers)
+    profiles = _Profiles(edits, width, reads_of(normal.captures), scorers, SIZES[dtype])
     selections = {each: Selection.of(each, prompt_length) for each in {item.positions for item in normal.readings}}
     codes_P, reads, generated_reads = _read(readings, selections, prompt_length)
     generated = profiles.number(generated_reads, "decode")
@@ -327,9 +327,11 @@ class _Profiles:
         width: Callable[[str, int], int],
         programs: Mapping[PlaneKey, Program],
         scorers: Mapping[Probe, Program],
+        itemsize: int,
     ) -> None:
         self.list = [Profile({})]
         self._edits, self._width, self._programs, self._scorers = edits, width, programs, scorers
+        self._itemsize = itemsize
         self._same = edits["prefill"] == edits["decode"]
         self._numbers: dict[Any, int] = {}
         self._without_placed: dict[Any, Profile] = {}
@@ -361,8 +363,8 @@ class _Profiles:
         for probe in self._scorers:
             if probe in reads:
                 program = self._scorers[probe]
-                places.append(ScorePlace(probe.name, width, probe.classes))
-                width += program.packed_width(SIZES[program.dtype])
+                places.append(ScorePlace(probe.name, width, probe.words))
+                width += program.packed_width(self._itemsize)
         at = {point_of(probe) for probe in reads if isinstance(probe, Probe)}
         points = sorted({*edits, *at, *((site, layer) for site, layer, _ in planes)}, key=_order)
         profile = Profile({}, row, tuple(places), width)

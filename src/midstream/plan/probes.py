@@ -37,6 +37,8 @@ class Probe(Reading):
         site: one of `midstream.sites.LAYER_SITES`.
         layer: counted from 0, or from the end: -1.
         weight: `[hidden]` for one score a token; `[hidden, C]` for C of them, at most 64; or the name of a vector that the engine holds.
+        program: computes the scores in place of `weight`, `bias` and `activation`: a `midstream.plan.program.Program` of the site's width
+            whose results are the scores, float32 `[C]`, and, if it has two, what each score is of, int32 `[C]`.
         name: of its scores, which no other probe of the plan has: `output.scores[name]`, float32 `[tokens, C]`.
         bias: a number, or C of them.
         activation: None, `"sigmoid"`, `"softmax"` (over the C scores), `"tanh"` or `"relu"`.
@@ -55,12 +57,14 @@ class Probe(Reading):
 
     kind: ClassVar[str] = "probe"
     layer_field: ClassVar[str] = "layer"
+    function: ClassVar[str | None] = "program"
     operands: ClassVar[tuple[str, ...]] = ("weight",)
 
     site: str
     _: KW_ONLY
     layer: int
-    weight: Any
+    weight: Any = None
+    program: Program | None = None
     name: str
     bias: Any = 0.0
     activation: str | None = None
@@ -72,8 +76,11 @@ class Probe(Reading):
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        weight = _columns(self.weight)
-        classes = len(weight) if isinstance(weight, tuple) else 1
+        if self.program is None:
+            fields.settle(self, weight=_columns(self.weight))
+        else:
+            self._check_program()
+        classes = self.classes
         bias = as_vector("Probe.bias", np.atleast_1d(np.asarray(self.bias, np.float32))).data.tolist()
         if len(bias) not in (1, classes):
             raise fields.refuse("Probe.bias", f"{len(bias)} numbers", f"a number, or {classes}, as the weight has")
@@ -92,7 +99,6 @@ class Probe(Reading):
                 f"Probe.{field}", f"a bound of {classes} scores", "None for more than one score a token"
             )
         self.settle(
-            weight=weight,
             name=fields.name("Probe.name", self.name),
             bias=tuple(bias) if len(bias) > 1 else bias[0],
             aggregate=fields.one_of("Probe.aggregate", self.aggregate, AGGREGATES),
@@ -103,7 +109,38 @@ class Probe(Reading):
     @property
     def classes(self) -> int:
         """How many scores a token has."""
+        if self.program is not None:
+            return int(self.program.checked.parts[0].shape[0])
         return len(self.weight) if isinstance(self.weight, tuple) else 1
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether it says what each score is of: `Scores.indices`."""
+        return self.program is not None and len(self.program.results) == 2
+
+    @property
+    def words(self) -> int:
+        """How many numbers of 4 bytes a token has."""
+        return self.classes * (1 + self.has_indices)
+
+    def _check_program(self) -> None:
+        program = self.program
+        for name, none in (("weight", None), ("bias", 0.0), ("activation", None)):
+            if getattr(self, name) is not none and getattr(self, name) != none:
+                raise fields.refuse(f"Probe.{name}", fields.shown(getattr(self, name)), "none beside a program")
+        parts = program.checked.parts if isinstance(program, Program) and program.is_read else ()
+        dtypes, shapes = [str(part.dtype) for part in parts], {part.shape for part in parts}
+        is_right = (
+            isinstance(program, Program)
+            and not program.inputs
+            and dtypes in (["torch.float32"], ["torch.float32", "torch.int32"])
+            and all(len(shape) == 1 and 0 < shape[0] <= MAX_CLASSES for shape in shapes)
+        )
+        if not is_right or len(shapes) > 1:
+            allowed = (
+                f"one of one input with the results float32 [C], or float32 [C] and int32 [C]; C up to {MAX_CLASSES}"
+            )
+            raise fields.refuse("Probe.program", fields.shown(program), allowed)
 
     @property
     def stops(self) -> bool:
@@ -122,6 +159,8 @@ class Probe(Reading):
     def program_for(self, dtype: str, width: Callable[[str, int], int], vector: Callable[[Named], Any]) -> Program:
         from midstream.plan.writing import StepWriter  # imports torch, unlike this module
 
+        if self.program is not None:
+            return self.program
         writer = StepWriter(width(self.site, self.layer), dtype)
         return writer.program(self.written(writer, INPUT, vector), keeps=True)
 
@@ -129,13 +168,15 @@ class Probe(Reading):
         """The scores `[rows, C]` of an input, float32. `vector`: as of `program_for`."""
         import torch
 
+        if self.program is not None:
+            return writer.inlined(self.program, writer.cast(h, self.program.dtype))[0]
         columns = self.weight if isinstance(self.weight, tuple) else (self.weight,)
         data = [vector(column) if isinstance(column, Named) else column.data for column in columns]
         weight_CH = torch.stack([torch.as_tensor(np.array(each), dtype=torch.float32) for each in data])
         weight = weight_CH[0] if self.classes == 1 else weight_CH.T.contiguous()
         # Also a bias of zero is a constant, so that probes with and without a bias run together.
         bias_C = torch.from_numpy(np.broadcast_to(np.float32(self.bias), (self.classes,)).copy())
-        step, h = writer.step, writer.float32(h)
+        step, h = writer.step, writer.cast(h, "float32")
         if self.classes == 1:  # not a product of matrices, whose rounding may depend on the number of rows
             scores = step("sum.dim_IntList", step("mul.Tensor", h, writer.constant(weight)), (1,), True)
         else:
@@ -198,12 +239,12 @@ class ScorePlace(NamedTuple):
 
     Attributes:
         offset: in elements of the model's dtype.
-        classes: how many float32 there are.
+        words: how many numbers of 4 bytes there are.
     """
 
     name: str
     offset: int
-    classes: int
+    words: int
 
 
 class Aggregate:
@@ -235,7 +276,8 @@ class Aggregate:
 
 
 STOPPED_BY_PROBE = "probe:"  # the `stop_reason` of a request that a probe has ended, before the probe's name
-ScoreChunk = tuple[str, bytes, bytes]  # a probe's name, positions (int64), their scores (float32 [tokens, C])
+# A probe's name, positions (int64), and their scores: float32 [tokens, C], or with indices [tokens, 2 C], the second half int32.
+ScoreChunk = tuple[str, bytes, bytes]
 
 
 def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
@@ -245,6 +287,8 @@ def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
 
 class Scores(Mapping[str, Any]):
     """The scores of one output: `scores[name]` is a tensor, float32 `[tokens, C]`, and `scores.positions[name]` has the tokens' positions.
+    Of a probe whose program says what its scores are of, `scores.indices[name]` has that, int64 `[tokens, C]`: the features of a sparse
+    autoencoder, for instance.
 
     Args:
         probes: of the request's plan.
@@ -258,9 +302,13 @@ class Scores(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         import torch
 
+        return torch.from_numpy(self._words(name)[:, : self._probe(name).classes].copy())
+
+    def _words(self, name: str) -> np.ndarray:
+        """float32 `[tokens, Probe.words]`."""
         probe = self._probe(name)
         data = b"".join(scores for at, _, scores in self._chunks if at == name)
-        return torch.from_numpy(np.frombuffer(data, np.float32).reshape(-1, probe.classes).copy())
+        return np.frombuffer(data, np.float32).reshape(-1, probe.words)
 
     def __iter__(self) -> Any:
         return iter(self._probes)
@@ -273,6 +321,17 @@ class Scores(Mapping[str, Any]):
         """The positions of the scored tokens: those of the prompt from 0, then the generated ones."""
         each = {name: b"".join(at for of, at, _ in self._chunks if of == name) for name in self._probes}
         return {name: np.frombuffer(data, np.int64).tolist() for name, data in each.items()}
+
+    @property
+    def indices(self) -> dict[str, Any]:
+        """What the scores are of, int64 `[tokens, C]`, for the probes that say it."""
+        import torch
+
+        named = [probe for probe in self._probes.values() if probe.has_indices]
+        return {
+            probe.name: torch.from_numpy(self._words(probe.name).view(np.int32)[:, probe.classes :].astype(np.int64))
+            for probe in named
+        }
 
     def aggregated(self, name: str) -> float:
         """The aggregated score of all tokens, as the probe's `aggregate` says; NaN without a token. Only for one score a token."""

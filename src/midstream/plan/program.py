@@ -180,7 +180,7 @@ class Program:
         constants, data = list[Constant](), dict[str, bytes]()
         for constant in self.constants:
             if constant.data and constant.nbytes >= HELD_BYTES and constant.dtype in FLOATS:
-                constants.append(constant.without_data())
+                constants.append(constant.without_data)
                 data[constants[-1].held] = constant.data
             else:
                 constants.append(constant)

@@ -149,7 +149,8 @@ class ProgramBank:
                 self._banks[slot][place] = value
 
     def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None, *further: torch.Tensor) -> torch.Tensor:
-        """The rows' results in their dtype, `[R, width]`; the packed results of a capture's program, in the program's dtype.
+        """The rows' results in their dtype, `[R, width]`; the packed results of a capture's or a probe's
+        program.
 
         Args:
             which_R: `[R]`, the place of each row's program; ignored if there is one place.
@@ -192,7 +193,7 @@ class ProgramBank:
                 del results[done]
         found = list(map(tensor, self._program.results))
         if self._program.is_read:
-            return _packed(found, getattr(torch, self._program.dtype))
+            return _packed(found, x_RH.dtype)
         return found[0].to(x_RH.dtype)  # type: ignore[no-any-return]
 
     def _with_own(

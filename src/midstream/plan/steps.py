@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -166,6 +167,7 @@ class Constant:
     def nbytes(self) -> int:
         return math.prod(self.shape) * SIZES[self.dtype]
 
+    @cached_property
     def without_data(self) -> Constant:
         """The same constant for an engine that holds its data."""
         held = hashlib.blake2b(self.data or b"", digest_size=32).hexdigest()

@@ -26,27 +26,31 @@ class StepWriter:
     Args:
         width, dtype: as in `Program`.
         inputs: the widths of further inputs.
-        begun: a program with these inputs, or the first of them, whose steps come first.
     """
 
-    def __init__(self, width: int, dtype: str, inputs: Sequence[int] = (), begun: Program | None = None) -> None:
+    def __init__(self, width: int, dtype: str, inputs: Sequence[int] = ()) -> None:
         self.dtype = dtype
         self._width, self._inputs = width, tuple(inputs)
-        self._steps = list(begun.steps) if begun is not None else []
-        self._constants = list(begun.constants) if begun is not None else []
+        self._steps: list[Step] = []
+        self._constants: list[Constant] = []
 
     def step(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         """The result of an operation."""
         self._steps.append(Step(op, args, tuple(sorted(kwargs.items()))))
         return Ref(len(self._steps) - 1)
 
-    def constant(self, tensor: torch.Tensor) -> Const:
-        self._constants.append(Constant.of(tensor))
+    def constant(self, given: torch.Tensor | Constant) -> Const:
+        self._constants.append(given if isinstance(given, Constant) else Constant.of(given))
         return Const(len(self._constants) - 1)
 
-    def float32(self, value: Ref) -> Ref:
-        """An input in float32."""
-        return value if self.dtype == "float32" else self.step("_to_copy.default", value, dtype=DType("float32"))
+    def cast(self, value: Ref, dtype: str) -> Ref:
+        """An input in another dtype."""
+        return value if self.dtype == dtype else self.step("_to_copy.default", value, dtype=DType(dtype))
+
+    def inlined(self, program: Program, *inputs: Any) -> tuple[Ref, ...]:
+        """The results of a program of these inputs, which have its dtype."""
+        given = [self.constant(constant) for constant in program.constants]
+        return self._moved(program.steps, program.results, inputs, given)
 
     def arithmetic(
         self, kind: str, numbers: tuple[float, float, float], h: Ref, operands: Sequence[torch.Tensor | None]
@@ -62,19 +66,23 @@ class StepWriter:
         """
         steps, result = _recorded(kind, numbers, self._width, operands[1] is not None)
         given = [None if operand is None else self.constant(operand) for operand in operands]
+        (new,) = self._moved(steps, [result], [h], given)
+        return self.step("add.Tensor", h, new) if kind_of(kind).adds else new
+
+    def _moved(self, steps: Sequence[Step], results: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> Any:
+        """Add steps with these inputs and constants. Returns their results."""
         first = len(self._steps)
 
         def moved(arg: Any) -> Any:
             if isinstance(arg, Ref):
-                return h if arg == INPUT else Ref(arg.step + first, arg.out)
+                return inputs[-1 - arg.step] if arg.step < 0 else Ref(arg.step + first, arg.out)
             if isinstance(arg, Const):
                 return given[arg.place]
             return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
 
         for step in steps:
             self.step(step.op, *map(moved, step.args), **{name: moved(arg) for name, arg in step.kwargs})
-        new: Ref = moved(result)
-        return self.step("add.Tensor", h, new) if kind_of(kind).adds else new
+        return tuple(map(moved, results))
 
     def program(self, *results: Ref, keeps: bool = False) -> Program:
         """The program with this result. Raises PlanError if it is too large.

@@ -271,7 +271,7 @@ class HeldWeights:
     """
 
     def __init__(self, budget: int, tell: Callable[[Sequence[str], Mapping[str, bytes]], Awaitable[Any]]) -> None:
-        self._budget, self._tell = budget, tell
+        self.budget, self._tell = budget, tell
         self._held: OrderedDict[str, Weight] = OrderedDict()
         self._uses: Counter[str] = Counter()
         self._changing = asyncio.Lock()
@@ -306,7 +306,7 @@ class HeldWeights:
             new = {digest: weight.data for digest, weight in weights.items() if digest not in held}
             for digest in weights.keys() & held.keys():
                 held.move_to_end(digest)
-            excess = sum(len(weight.data) for weight in held.values()) + sum(map(len, new.values())) - self._budget
+            excess = sum(len(weight.data) for weight in held.values()) + sum(map(len, new.values())) - self.budget
             dropped = []
             for digest in [digest for digest in held if not self._uses[digest]]:
                 if excess <= 0:

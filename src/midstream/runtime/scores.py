@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
     Attributes:
         positions: int64 `[rows]`, as bytes.
-        scores: float32 `[rows, C]`, as bytes.
+        scores: as of `ScoreChunk`.
         firsts: the first score of each row.
     """
 
@@ -35,7 +35,7 @@ class Found(NamedTuple):
         return cls(positions.tobytes(), scores_RC.tobytes(), scores_RC[:, 0].tolist())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The positions, and the scores `[rows, C]`."""
+        """The positions, and the scores as float32 `[rows, words]`."""
         positions = np.frombuffer(self.positions, np.int64)
         return positions, np.frombuffer(self.scores, np.float32).reshape(len(positions), -1)
 
@@ -168,14 +168,14 @@ class StepScores:
             count = len(group.rows)
             rows = words[item * group.first // 4 : item * (group.first + count * group.width) // 4].reshape(count, -1)
             positions = np.array(group.positions, np.int64).tobytes()
-            for name, offset, classes in group.places:
-                scores_RC = rows[:, item * offset // 4 : item * offset // 4 + classes]
+            for name, offset, words_each in group.places:
+                scores_RC = rows[:, item * offset // 4 : item * offset // 4 + words_each]
                 scores, firsts = scores_RC.tobytes(), scores_RC[:, 0].tolist()
                 for request, start, stop in group.runs:
                     of_request = found.setdefault(request, {})
                     new = Found(
                         positions[8 * start : 8 * stop],
-                        scores[4 * classes * start : 4 * classes * stop],
+                        scores[4 * words_each * start : 4 * words_each * stop],
                         firsts[start:stop],
                     )
                     of_request[name] = of_request[name] | new if name in of_request else new

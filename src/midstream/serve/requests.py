@@ -399,7 +399,7 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
 def _most_scores(probes: Sequence[Probe], prompt_length: int, max_tokens: int) -> int:
     """The most scores that one choice can have."""
     rows = ((probe, Selection.of(probe.positions, prompt_length)) for probe in probes)
-    return sum(probe.classes * (found.prompt.size + max_tokens * bool(found.generated)) for probe, found in rows)
+    return sum(probe.words * (found.prompt.size + max_tokens * bool(found.generated)) for probe, found in rows)
 
 
 class _ScoredChoice:
@@ -424,12 +424,15 @@ class _ScoredChoice:
 
 
 def _scores_data(probes: Sequence[Probe], chunks: Sequence[ScoreChunk]) -> dict[str, Any]:
-    """Scores as JSON: `{name: {"positions": [...], "scores": [[...], ...]}}`. A number that JSON lacks is null."""
+    """Scores as JSON: `{name: {"positions": [...], "scores": [[...], ...], "indices": [[...], ...]}}`, the last if the
+    probe says what its scores are of. A number that JSON lacks is null."""
     scores = Scores(probes, chunks)
+    indices = scores.indices
     return {
         name: {
             "positions": positions,
             "scores": [[x if math.isfinite(x) else None for x in row] for row in scores[name].tolist()],
+            **({"indices": indices[name].tolist()} if name in indices else {}),
         }
         for name, positions in scores.positions.items()
     }

@@ -18,6 +18,7 @@ from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering, lower_trace
+from midstream.plan.fields import refuse
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
     Invoke,
@@ -80,7 +81,8 @@ class VLLM(DescribedModel):
         graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed;
             until then, the steps that need them are slower.
         record_bytes: the limit in bytes, on each worker, for recorded runs.
-        weight_bytes: the limit in bytes, on each worker, for large tensors that traces have used. They stay for later traces.
+        weight_bytes: the limit in bytes, on each worker, for large tensors that traces and the programs of plans have used. They
+            stay for later requests.
         trace_share: for traces whose code runs in the forward (see `explain`). They make their steps slow, so they get separate steps.
             While other requests run, they get at most this share of the engine's time, above 0. With 1, all requests share all steps.
         progress: the default of `progress` for the model's calls, such as `generate`.
@@ -276,6 +278,7 @@ class VLLM(DescribedModel):
             PromptError: a prompt that cannot be traced in one step.
             PlanError: a plan that cannot be carried out on this model or prompt.
         """
+        invokes, constants = self._with_held_constants(invokes)
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
         traces: list[TraceRequest | None] = [None] * len(invokes)
         if code is not None:
@@ -294,8 +297,25 @@ class VLLM(DescribedModel):
         else:  # no code runs in the engine
             traces = [None] * len(invokes)
         shared: dict[Any, Any] = {}
-        each = zip(invokes, prompts, traces, call.plans, call.weights, call.endings, strict=True)
+        weights = [{**own, **others} for own, others in zip(constants, call.weights, strict=True)]
+        each = zip(invokes, prompts, traces, call.plans, weights, call.endings, strict=True)
         return [self._request(call.tier, code, shared, *parts) for parts in each]
+
+    def _with_held_constants(self, invokes: Sequence[Invoke]) -> tuple[list[Invoke], list[dict[str, Weight]]]:
+        """The invokes without the large constants of their plans' programs, which the workers hold; and these, by digest.
+
+        Raises PlanError if those of one plan exceed `weight_bytes`.
+        """
+        found, weights = list[Invoke](), list[dict[str, Weight]]()
+        for invoke in invokes:
+            plan, data = invoke.plan.held if invoke.plan else (invoke.plan, {})
+            budget = self._connection.weights.budget
+            if (size := sum(map(len, data.values()))) > budget:
+                given = f"programs with {size:,} bytes of constants"
+                raise refuse("the plan", given, f"up to {budget:,}, the engine's weight_bytes")
+            found.append(replace(invoke, plan=plan) if data else invoke)
+            weights.append({digest: Weight(each, digest) for digest, each in data.items()})
+        return found, weights
 
     def _lowered(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], lowering: Lowering, in_the_engine: bool

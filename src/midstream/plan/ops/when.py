@@ -80,6 +80,7 @@ class When(Edit):
             probe.site,
             layer=probe.layer,
             weight=probe.weight,
+            program=probe.program,
             bias=probe.bias,
             activation=probe.activation,
             name="condition",
@@ -155,11 +156,12 @@ class When(Edit):
         edit, own = self.edit, self.edit.its_program
         size = width(*point_of(edit))
         inputs = own.inputs if own is not None else ()
-        writer = StepWriter(size, dtype, (*inputs, width(*point_of(self.probe))), own)
+        writer = StepWriter(size, own.dtype if own is not None else dtype, (*inputs, width(*point_of(self.probe))))
         if own is not None:
-            old, new = INPUT, own.results[0]
+            old = INPUT
+            (new,) = writer.inlined(own, *(Ref(-1 - i) for i in range(1 + len(inputs))))
         else:
-            old = writer.float32(INPUT)
+            old = writer.cast(INPUT, "float32")
             new = writer.arithmetic(edit.kind, edit.numbers(), old, _operands(edit, size, vector))
         score = self.probe.written(writer, Ref(-2 - len(inputs)), vector)
         conditions = [

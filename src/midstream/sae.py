@@ -1,0 +1,364 @@
+"""Sparse autoencoders: their features read, steered and clamped while the model runs, by plans.
+
+    sae = SAE.load("gemma-layer-20")                      # a directory of SAELens's; it names the site and the layer
+    plan = [sae.capture(top_k=32, name="features"), sae.clamp(1234, high=0.5)]
+    (output,) = model.generate(prompt, plan=plan)
+    output.scores["features"], output.scores.indices["features"]   # activations and features, [tokens, 32]
+
+Legend: R rows, H the site's width, S the features, C the chosen ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.ops import Apply, Steer
+from midstream.plan.probes import MAX_CLASSES, Probe
+from midstream.plan.steps import INPUT, Constant, DType, Ref
+from midstream.plan.writing import StepWriter
+
+ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
+_NORMS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm", "covariance_whitening")
+_LN_EPS = 1e-5
+MOST_TOP = 32
+# The end of a hook's name -> the site.
+_HOOKS = {
+    "hook_resid_pre": "resid_pre",
+    "hook_resid_mid": "resid_mid",
+    "hook_resid_post": "resid_post",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+    "attn.hook_z": "attn_z",
+    "mlp.hook_post": "mlp_act",
+}
+_SHAPES = {
+    "W_enc": "HS", "W_dec": "SH", "b_dec": "H", "b_enc": "S", "threshold": "S", "b_gate": "S", "b_mag": "S", "r_mag": "S",
+}  # fmt: skip
+_NEEDED = {
+    "standard": ("b_enc",),
+    "jumprelu": ("b_enc", "threshold"),
+    "topk": ("b_enc",),
+    "gated": ("b_gate", "b_mag", "r_mag"),
+}
+
+
+class _Normed(NamedTuple):
+    """A value as the encoder sees it.
+
+    Attributes:
+        value: `[R, H]`.
+        scale, shift: what makes the decoder's output comparable with the site's value again: `scale * out + shift`; None for 1 and 0.
+    """
+
+    value: Ref
+    scale: Ref | None = None
+    shift: Ref | None = None
+
+
+class SAE:
+    """A sparse autoencoder of a site's value, in float32. Its activations are those of SAELens 6 (`sae_lens.SAE.encode`), of the
+    architectures standard, gated (Rajamanoharan et al. 2024, arXiv:2404.16014), jump-ReLU (arXiv:2407.14435) and top-k (Gao et al. 2024,
+    arXiv:2406.04093).
+
+    Its methods return interventions for plans. An engine of `midstream.VLLM` holds the large matrices once, within its `weight_bytes`,
+    whatever the number of requests.
+
+    Args:
+        config: SAELens's configuration: `architecture`, `d_in`, `d_sae`, `apply_b_dec_to_input`, `normalize_activations`; of a top-k SAE
+            `k` and `rescale_acts_by_decoder_norm`; in `metadata` the `hook_name`.
+        weights: by SAELens's names: `W_enc` `[H, S]`, `W_dec` `[S, H]`, `b_dec` `[H]`, and the architecture's others, `[S]`. They are
+            copied.
+        site, layer: of the value; None takes them from the `hook_name`, such as `blocks.20.hook_resid_post`.
+
+    Raises:
+        PlanError: the architecture or the normalization is not known; a weight is missing, not finite or of another shape; the hook's name
+            does not say the site and the layer.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        site: str | None = None,
+        layer: int | None = None,
+    ) -> None:
+        self.architecture = fields.one_of("SAE.architecture", config.get("architecture"), ARCHITECTURES)
+        self.width = fields.integer("SAE.d_in", config.get("d_in"), 1)
+        self.features = fields.integer("SAE.d_sae", config.get("d_sae"), 1)
+        self._norm = fields.one_of("SAE.normalize_activations", config.get("normalize_activations", "none"), _NORMS)
+        self._subtracts = bool(config.get("apply_b_dec_to_input", True))
+        self._k = _within("SAE.k", config.get("k"), 1, self.features) if self.architecture == "topk" else 0
+        hook = (config.get("metadata") or {}).get("hook_name") or ""
+        self.site, self.layer = _place(hook, site, layer)
+        self._weights: dict[str, torch.Tensor] = {}
+        for name in ("W_enc", "W_dec", "b_dec", *_NEEDED[self.architecture]):
+            if name not in weights:
+                raise fields.refuse(f"SAE.{name}", "missing", f"a tensor of {_SHAPES[name]}")
+            shape = [{"H": self.width, "S": self.features}[axis] for axis in _SHAPES[name]]
+            if list(weights[name].shape) != shape:
+                raise fields.refuse(f"SAE.{name}", f"of shape {list(weights[name].shape)}", str(shape))
+            self._weights[name] = weights[name].detach().float().cpu().clone()
+        if self.architecture == "topk" and config.get("rescale_acts_by_decoder_norm"):
+            norms_S = self._weights["W_dec"].norm(dim=-1)
+            self._weights["norms"] = norms_S
+            self._weights["W_dec"] = self._weights["W_dec"] / norms_S[:, None]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, site: str | None = None, layer: int | None = None) -> SAE:
+        """The SAE in a directory that SAELens has written: `cfg.json` and `sae_weights.safetensors`.
+
+        Args:
+            site, layer: as of the class.
+
+        Raises:
+            PlanError: as the class does; or the files cannot be read.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            config = json.loads((Path(path) / "cfg.json").read_text())
+            weights = load_file(Path(path) / "sae_weights.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise PlanError(f"{os.fspath(path)!r} has no SAE of SAELens's: {error}.") from error
+        return cls(config, weights, site=site, layer=layer)
+
+    @classmethod
+    def of(cls, sae: Any, *, site: str | None = None, layer: int | None = None) -> SAE:
+        """The SAE of an object of SAELens's, such as `sae_lens.SAE.from_pretrained` returns. Raises PlanError as the class does."""
+        return cls(sae.cfg.to_dict(), sae.state_dict(), site=site, layer=layer)
+
+    def __repr__(self) -> str:
+        return f"SAE({self.architecture}, {self.features} features of {self.site} at layer {self.layer})"
+
+    # ------------------------------------------------------------------------------------------------------ interventions
+
+    def direction(self, feature: int) -> torch.Tensor:
+        """What one unit of a feature's activation adds to the value, `[hidden]`; of a normalized one, before the scale is restored."""
+        return self._weights["W_dec"][self._checked("direction", feature)].clone()
+
+    def capture(
+        self,
+        features: int | Sequence[int] | None = None,
+        *,
+        top_k: int | None = None,
+        name: str = "sae",
+        positions: Any = "all_generated",
+        **options: Any,
+    ) -> Probe:
+        """Activations of each selected token, as a `Probe`: `output.scores[name]` is float32 `[tokens, C]`. A single feature may also end a
+        request, and be the condition of `When`.
+
+        Args:
+            features: which ones, up to 64.
+            top_k: in place of `features`: the highest activations, up to 32, the highest first. `output.scores.indices[name]` says of
+                which features, -1 for an activation of 0.
+            name, positions, options: as of `Probe`.
+
+        Raises:
+            PlanError: a feature that the SAE does not have, or a field that `Probe` refuses.
+        """
+        if (features is None) == (top_k is None):
+            raise fields.refuse("SAE.capture", "without features and top_k, or with both", "one of them")
+        writer = StepWriter(self.width, "float32")
+        if top_k is None:
+            chosen = self._chosen("capture", features)
+            program = writer.program(self._activations(writer, self._normed(writer), chosen), keeps=True)
+        else:
+            count = _within("SAE.capture: top_k", top_k, 1, min(MOST_TOP, self.features))
+            acts = self._activations(writer, self._normed(writer), None)
+            top = writer.step("topk.default", acts, count, 1)
+            values, places = Ref(top.step, 0), Ref(top.step, 1)
+            is_active = writer.step("gt.Scalar", values, 0.0)
+            indices = writer.step("where.ScalarOther", is_active, places, -1)
+            indices = writer.step("_to_copy.default", indices, dtype=DType("int32"))
+            program = writer.program(values, indices, keeps=True)
+        return Probe(self.site, layer=self.layer, program=program, name=name, positions=positions, **options)
+
+    def steer(self, feature: int, scale: float, **options: Any) -> Steer:
+        """Add a feature's direction: `h += scale * direction(feature)`. Raises PlanError for a feature that the SAE does not have.
+
+        Args:
+            scale: in units of the feature's activation.
+            options: `phase`, `positions` and `norm_match`, as of `Steer`.
+        """
+        return Steer(self.site, layers=self.layer, vector=self.direction(feature), scale=scale, **options)
+
+    def clamp(
+        self,
+        feature: int | Sequence[int],
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        error_term: bool = True,
+        phase: str = "both",
+        positions: Any = None,
+    ) -> Apply:
+        """Keep the activations of features within bounds. Where they are, nothing changes with the error term.
+
+        Args:
+            feature: one, or up to 64.
+            low, high: bounds of the activation; None for no bound.
+            error_term: whether the value keeps what the SAE does not reconstruct: `h += (clip(a) - a) * direction`. Without it, the value
+                becomes the reconstruction from the clamped activations.
+            phase, positions: as of `Steer`.
+
+        Raises:
+            PlanError: a feature that the SAE does not have; no bound; low is above high; a field that `Apply` refuses.
+        """
+        chosen = self._chosen("clamp", feature)
+        bounds = [
+            fields.number(f"SAE.clamp: {name}", each)
+            for name, each in (("low", low), ("high", high))
+            if each is not None
+        ]
+        if not bounds or bounds != sorted(bounds):
+            raise fields.refuse("SAE.clamp", f"low={low} and high={high}", "one bound, or low <= high")
+        writer = StepWriter(self.width, "float32")
+        normed = self._normed(writer)
+        if error_term:
+            acts = self._activations(writer, normed, chosen)
+        else:
+            every = self._activations(writer, normed, None)
+            acts = writer.step("index_select.default", every, 1, writer.constant(torch.tensor(chosen)))
+        least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+        delta = writer.step("sub.Tensor", writer.step("clamp.default", acts, least, most), acts)
+        directions_CH = self._weights["W_dec"][chosen]
+        if len(chosen) == 1:
+            change = writer.step("mul.Tensor", delta, writer.constant(directions_CH[0]))
+        else:
+            change = writer.step("mm.default", delta, writer.constant(directions_CH))
+        if normed.scale is not None:
+            change = writer.step("mul.Tensor", change, normed.scale)
+        old = INPUT if error_term else self._decoded(writer, every, normed)
+        program = writer.program(writer.step("add.Tensor", old, change))
+        return Apply(self.site, layers=self.layer, program=program, phase=phase, positions=positions)
+
+    def ablate(self, feature: int | Sequence[int], **options: Any) -> Apply:
+        """Set the activations of features to 0. `options`: as of `clamp`. Raises PlanError as `clamp` does."""
+        return self.clamp(feature, low=0.0, high=0.0, **options)
+
+    # ------------------------------------------------------------------------------------------------------ their programs
+
+    def _normed(self, writer: StepWriter) -> _Normed:
+        step, x = writer.step, INPUT
+        if self._norm == "constant_norm_rescale":
+            norm = step("linalg_vector_norm.default", x, 2, (1,), True)
+            scale = step("div.Tensor", norm, math.sqrt(self.width))
+            return _Normed(step("div.Tensor", x, scale), scale)
+        if self._norm == "layer_norm":
+            mean = step("mean.dim", x, (1,), True)
+            x = step("sub.Tensor", x, mean)
+            std = step("std.correction", x, (1,), correction=1, keepdim=True)
+            return _Normed(step("div.Tensor", x, step("add.Tensor", std, _LN_EPS)), std, mean)
+        return _Normed(x)  # SAELens folds other normalizations into the weights when it saves them
+
+    def _activations(self, writer: StepWriter, normed: _Normed, chosen: list[int] | None) -> Ref:
+        """The activations of the chosen features, or of all: `[R, C]`."""
+        step, x = writer.step, normed.value
+        if self._subtracts:
+            x = step("sub.Tensor", x, writer.constant(self._constant("b_dec")))
+        if self.architecture == "topk":
+            acts = self._top_activations(writer, x)
+            return (
+                acts if chosen is None else step("index_select.default", acts, 1, writer.constant(torch.tensor(chosen)))
+            )
+
+        def of(name: str) -> Any:
+            return writer.constant(self._constant(name) if chosen is None else self._weights[name][chosen])
+
+        pre = self._encoded(writer, x, chosen)
+        if self.architecture == "gated":
+            is_active = step("gt.Scalar", step("add.Tensor", pre, of("b_gate")), 0.0)
+            rate_S = writer.constant(self._rates if chosen is None else self._weights["r_mag"][chosen].exp())
+            pre = step("add.Tensor", step("mul.Tensor", pre, rate_S), of("b_mag"))
+            return step("where.ScalarOther", is_active, step("relu.default", pre), 0.0)
+        pre = step("add.Tensor", pre, of("b_enc"))
+        acts = step("relu.default", pre)
+        if self.architecture == "jumprelu":
+            acts = step("where.ScalarOther", step("gt.Tensor", pre, of("threshold")), acts, 0.0)
+        return acts
+
+    def _encoded(self, writer: StepWriter, x: Ref, chosen: list[int] | None) -> Ref:
+        """The product with the encoder's columns, `[R, C]`."""
+        if chosen is None:
+            return writer.step("mm.default", x, writer.constant(self._constant("W_enc")))
+        columns_HC = self._weights["W_enc"][:, chosen]
+        if len(chosen) > 1:
+            return writer.step("mm.default", x, writer.constant(columns_HC))
+        product = writer.step("mul.Tensor", x, writer.constant(columns_HC[:, 0]))
+        return writer.step("sum.dim_IntList", product, (1,), True)  # not a product of matrices: as of `Probe`
+
+    def _top_activations(self, writer: StepWriter, x: Ref) -> Ref:
+        step = writer.step
+        pre = step("add.Tensor", self._encoded(writer, x, None), writer.constant(self._constant("b_enc")))
+        if "norms" in self._weights:
+            pre = step("mul.Tensor", pre, writer.constant(self._constant("norms")))
+        top = step("topk.default", pre, self._k, 1)
+        values = step("relu.default", Ref(top.step, 0))
+        return step("scatter.src", step("zeros_like.default", pre), 1, Ref(top.step, 1), values)
+
+    def _decoded(self, writer: StepWriter, acts: Ref, normed: _Normed) -> Ref:
+        step = writer.step
+        out = step("mm.default", acts, writer.constant(self._constant("W_dec")))
+        out = step("add.Tensor", out, writer.constant(self._constant("b_dec")))
+        if normed.scale is not None:
+            out = step("mul.Tensor", out, normed.scale)
+        return out if normed.shift is None else step("add.Tensor", out, normed.shift)
+
+    def _constant(self, name: str) -> Constant:
+        if name not in self._constants:
+            self._constants[name] = Constant.of(self._weights[name])
+        return self._constants[name]
+
+    @cached_property
+    def _constants(self) -> dict[str, Constant]:
+        return {}
+
+    @cached_property
+    def _rates(self) -> Constant:
+        return Constant.of(self._weights["r_mag"].exp())
+
+    def _chosen(self, method: str, given: Any) -> list[int]:
+        features = list(given) if isinstance(given, (list, tuple, range)) else [given]
+        if not 0 < len(features) <= MAX_CLASSES or len(set(features)) < len(features):
+            raise fields.refuse(f"SAE.{method}", f"for {len(features)} features", f"1 to {MAX_CLASSES} different ones")
+        return [self._checked(method, feature) for feature in features]
+
+    def _checked(self, method: str, feature: Any) -> int:
+        return _within(f"SAE.{method}: feature", feature, 0, self.features - 1)
+
+
+def _within(field: str, value: Any, low: int, high: int) -> int:
+    number = fields.integer(field, value)
+    if not low <= number <= high:
+        raise fields.refuse(field, str(number), f"{low} to {high}")
+    return number
+
+
+def _place(hook: str, site: str | None, layer: int | None) -> tuple[str, int]:
+    """The site and the layer, those of a hook's name where they are not given."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
+    if site is None:
+        site = _HOOKS.get(match[2]) if match is not None else None
+        if site is None:
+            raise fields.refuse(
+                "SAE.site", f"not given, and the hook's name is {fields.shown(hook)}", "site= and layer="
+            )
+    if layer is None:
+        if match is None:
+            raise fields.refuse("SAE.layer", f"not given, and the hook's name is {fields.shown(hook)}", "layer=")
+        layer = int(match[1])
+    return fields.site("SAE.site", site), fields.integer("SAE.layer", layer)
