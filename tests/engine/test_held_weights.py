@@ -12,7 +12,7 @@ from engines import alive, ask_workers, start
 from torch import nn
 
 from midstream import save
-from midstream.errors import InterventionError, TraceError
+from midstream.errors import InterventionError, PlanError, TraceError
 
 if TYPE_CHECKING:
     from oracle import Plain
@@ -45,6 +45,15 @@ class SAE(nn.Module):
 @pytest.fixture
 def sae() -> SAE:
     return SAE(0)
+
+
+def planned(sae: SAE, features: int = FEATURES) -> Any:
+    """The same for plans."""
+    from midstream import SAE as PlannedSAE
+
+    weights = {"W_enc": sae.W_enc, "W_dec": sae.W_dec, "b_enc": sae.bias, "b_dec": torch.zeros(WIDTH)}
+    config = {"architecture": "standard", "d_in": WIDTH, "d_sae": features}
+    return PlannedSAE(config, weights, site="resid_post", layer=LAYER)
 
 
 def decoded(model: VLLM, sae: SAE, prompt: str = FRANCE) -> torch.Tensor:
@@ -85,6 +94,30 @@ def test_weights_are_sent_once(engine: VLLM, plain: Plain, sae: SAE) -> None:
     assert sent_bytes(engine) - before == sae.large_bytes
     assert one.shape == two.shape == (5, FEATURES)
     assert min(held_bytes(engine)) >= sae.large_bytes
+
+
+def test_plans_send_the_matrices_of_an_sae_once(engine: VLLM, plain: Plain) -> None:
+    """M4: whatever the number of requests, and what they ask for. Seen failing with constants carried by the plans."""
+    sae = SAE(7)
+    mine, rows = planned(sae), plain.run(FRANCE).sites["resid_post", LAYER]
+    acts, before = sae.encode(rows).detach(), sent_bytes(engine)
+    plans = [mine.capture(top_k=4, positions="all_prompt"), mine.capture(top_k=9, positions="all_prompt")]
+    for _ in range(2):
+        outputs = engine.generate([FRANCE] * 2, plan=[[plan] for plan in plans], max_tokens=1)
+        for output, count in zip(outputs, (4, 9), strict=True):
+            close(output.scores["sae"], acts.topk(count).values)
+        engine.generate(FRANCE, plan=planned(sae).clamp(3, high=0.5, error_term=False), max_tokens=1)
+    assert sent_bytes(engine) - before == sae.large_bytes
+
+
+def test_an_sae_too_large_for_the_engine_is_refused(engine: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.connection.weights, "budget", 1 << 19)
+    plan = planned(SAE(8, 1024), 1024).capture(top_k=4)
+    with pytest.raises(
+        PlanError,
+        match=r"programs with 1,048,576 bytes of constants; allowed: up to 524,288, the engine's weight_bytes",
+    ):
+        engine.generate(FRANCE, plan=plan, max_tokens=1)
 
 
 def test_a_body_behind_the_step_uses_them(engine: VLLM, plain: Plain, sae: SAE) -> None:
