@@ -10,6 +10,7 @@ Legend: R rows, H the site's width, S the features, C the chosen ones.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -24,13 +25,17 @@ import torch
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.ops import Apply, Steer
+from midstream.plan.ops.edit import Intervention
 from midstream.plan.probes import MAX_CLASSES, Probe
+from midstream.plan.program import HELD_BYTES
 from midstream.plan.steps import INPUT, Constant, DType, Ref
 from midstream.plan.writing import StepWriter
 
+METHODS = ("capture", "steer", "clamp", "ablate")
 ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
 _NORMS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm", "covariance_whitening")
 _LN_EPS = 1e-5
+_WRITTEN = "midstream-sae"  # the key of a file's metadata
 MOST_TOP = 32
 # The end of a hook's name -> the site.
 _HOOKS = {
@@ -110,10 +115,16 @@ class SAE:
             if list(weights[name].shape) != shape:
                 raise fields.refuse(f"SAE.{name}", f"of shape {list(weights[name].shape)}", str(shape))
             self._weights[name] = weights[name].detach().float().cpu().clone()
-        if self.architecture == "topk" and config.get("rescale_acts_by_decoder_norm"):
-            norms_S = self._weights["W_dec"].norm(dim=-1)
-            self._weights["norms"] = norms_S
-            self._weights["W_dec"] = self._weights["W_dec"] / norms_S[:, None]
+        self._rescales = self.architecture == "topk" and bool(config.get("rescale_acts_by_decoder_norm"))
+        self._config = {
+            "architecture": self.architecture,
+            "d_in": self.width,
+            "d_sae": self.features,
+            "apply_b_dec_to_input": self._subtracts,
+            "normalize_activations": self._norm,
+            "metadata": {"hook_name": hook},
+            **({"k": self._k, "rescale_acts_by_decoder_norm": self._rescales} if self._k else {}),
+        }
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, site: str | None = None, layer: int | None = None) -> SAE:
@@ -140,6 +151,39 @@ class SAE:
         """The SAE of an object of SAELens's, such as `sae_lens.SAE.from_pretrained` returns. Raises PlanError as the class does."""
         return cls(sae.cfg.to_dict(), sae.state_dict(), site=site, layer=layer)
 
+    @classmethod
+    def read(cls, data: bytes) -> SAE:
+        """The SAE that `written` wrote. Raises PlanError as the class does, or if the data is of something else."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            weights = load(data)
+            size = int.from_bytes(data[:8], "little")
+            config, site, layer = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_WRITTEN])
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise PlanError(f"The data is no SAE that SAE.written wrote: {error}.") from error
+        if not isinstance(config, dict):
+            raise fields.refuse("SAE.config", fields.shown(config), "a dict")
+        return cls(config, weights, site=site, layer=layer)
+
+    def written(self) -> bytes:
+        """The SAE as a safetensors file, for a server: see `read`."""
+        from safetensors.torch import save
+
+        return save(self._weights, {_WRITTEN: json.dumps([self._config, self.site, self.layer])})
+
+    @property
+    def nbytes(self) -> int:
+        """Of its weights."""
+        return sum(weight.nbytes for weight in self._weights.values())
+
+    @property
+    def held(self) -> dict[str, Constant]:
+        """Its large constants, by the digest under which an engine holds them: `Constant.held`."""
+        made = [self._constant(name) for name in ("W_enc", "directions")]
+        return {each.without_data.held: each for each in made if each.nbytes >= HELD_BYTES}
+
     def __repr__(self) -> str:
         return f"SAE({self.architecture}, {self.features} features of {self.site} at layer {self.layer})"
 
@@ -147,7 +191,7 @@ class SAE:
 
     def direction(self, feature: int) -> torch.Tensor:
         """What one unit of a feature's activation adds to the value, `[hidden]`; of a normalized one, before the scale is restored."""
-        return self._weights["W_dec"][self._checked("direction", feature)].clone()
+        return self._directions[self._checked("direction", feature)].clone()
 
     def capture(
         self,
@@ -235,7 +279,7 @@ class SAE:
             acts = writer.step("index_select.default", every, 1, writer.constant(torch.tensor(chosen)))
         least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
         delta = writer.step("sub.Tensor", writer.step("clamp.default", acts, least, most), acts)
-        directions_CH = self._weights["W_dec"][chosen]
+        directions_CH = self._directions[chosen]
         if len(chosen) == 1:
             change = writer.step("mul.Tensor", delta, writer.constant(directions_CH[0]))
         else:
@@ -249,6 +293,15 @@ class SAE:
     def ablate(self, feature: int | Sequence[int], **options: Any) -> Apply:
         """Set the activations of features to 0. `options`: as of `clamp`. Raises PlanError as `clamp` does."""
         return self.clamp(feature, low=0.0, high=0.0, **options)
+
+    def made(self, method: Any, arguments: Mapping[str, Any]) -> Intervention:
+        """What one of these methods returns, by its name and from data. Raises PlanError as they do, and for arguments that it lacks."""
+        function = getattr(self, fields.one_of("do", method, METHODS))
+        try:
+            inspect.signature(function).bind(**arguments)
+            return function(**arguments)  # type: ignore[no-any-return]
+        except TypeError as error:
+            raise fields.refuse(f"SAE.{method}", str(error), str(inspect.signature(function))) from error
 
     # ------------------------------------------------------------------------------------------------------ their programs
 
@@ -277,13 +330,12 @@ class SAE:
             )
 
         def of(name: str) -> Any:
-            return writer.constant(self._constant(name) if chosen is None else self._weights[name][chosen])
+            return writer.constant(self._constant(name) if chosen is None else self._tensor(name)[chosen])
 
         pre = self._encoded(writer, x, chosen)
         if self.architecture == "gated":
             is_active = step("gt.Scalar", step("add.Tensor", pre, of("b_gate")), 0.0)
-            rate_S = writer.constant(self._rates if chosen is None else self._weights["r_mag"][chosen].exp())
-            pre = step("add.Tensor", step("mul.Tensor", pre, rate_S), of("b_mag"))
+            pre = step("add.Tensor", step("mul.Tensor", pre, of("rates")), of("b_mag"))
             return step("where.ScalarOther", is_active, step("relu.default", pre), 0.0)
         pre = step("add.Tensor", pre, of("b_enc"))
         acts = step("relu.default", pre)
@@ -304,7 +356,7 @@ class SAE:
     def _top_activations(self, writer: StepWriter, x: Ref) -> Ref:
         step = writer.step
         pre = step("add.Tensor", self._encoded(writer, x, None), writer.constant(self._constant("b_enc")))
-        if "norms" in self._weights:
+        if self._rescales:
             pre = step("mul.Tensor", pre, writer.constant(self._constant("norms")))
         top = step("topk.default", pre, self._k, 1)
         values = step("relu.default", Ref(top.step, 0))
@@ -312,7 +364,7 @@ class SAE:
 
     def _decoded(self, writer: StepWriter, acts: Ref, normed: _Normed) -> Ref:
         step = writer.step
-        out = step("mm.default", acts, writer.constant(self._constant("W_dec")))
+        out = step("mm.default", acts, writer.constant(self._constant("directions")))
         out = step("add.Tensor", out, writer.constant(self._constant("b_dec")))
         if normed.scale is not None:
             out = step("mul.Tensor", out, normed.scale)
@@ -320,16 +372,26 @@ class SAE:
 
     def _constant(self, name: str) -> Constant:
         if name not in self._constants:
-            self._constants[name] = Constant.of(self._weights[name])
+            self._constants[name] = Constant.of(self._tensor(name))
         return self._constants[name]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A weight, or what is computed from weights."""
+        if name == "rates":
+            return self._weights["r_mag"].exp()
+        if name == "norms":
+            return self._weights["W_dec"].norm(dim=-1)
+        return self._directions if name == "directions" else self._weights[name]
+
+    @cached_property
+    def _directions(self) -> torch.Tensor:
+        """What one unit of each feature's activation adds, `[S, H]`."""
+        decoder = self._weights["W_dec"]
+        return decoder / decoder.norm(dim=-1, keepdim=True) if self._rescales else decoder
 
     @cached_property
     def _constants(self) -> dict[str, Constant]:
         return {}
-
-    @cached_property
-    def _rates(self) -> Constant:
-        return Constant.of(self._weights["r_mag"].exp())
 
     def _chosen(self, method: str, given: Any) -> list[int]:
         features = list(given) if isinstance(given, (list, tuple, range)) else [given]

@@ -39,6 +39,7 @@ class Settings:
             share steps.
         graph_bytes: how much of the memory CUDA graphs with plans may take.
         plan: a plan for every request, as JSON.
+        saes: of a server: name -> the directory of a sparse autoencoder.
 
     Raises:
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
@@ -53,6 +54,7 @@ class Settings:
     trace_share: float = TRACE_SHARE
     graph_bytes: int = GRAPH_BYTES
     plan: str | None = None
+    saes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for site in self.graph_sites:

@@ -54,9 +54,13 @@ MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, autoencoder = tmp_path_factory.mktemp("sae"), Autoencoder()
+    (folder / "cfg.json").write_text(json.dumps(autoencoder.config()))
+    (folder / "sae_weights.safetensors").write_bytes(save(autoencoder.weights))
     with serving_as_printed(
         tmp_path_factory.mktemp("serve"),
         *SCALE_OUT,
+        *("--midstream-sae", f"operators={folder}"),
         MIDSTREAM_ADMIN_KEY=ADMIN,
         MIDSTREAM_CAPTURE_BYTES="2000000",
     ) as server:
@@ -337,6 +341,171 @@ def test_answers_are_the_log_probabilities_of_transformers(client: openai.OpenAI
     assert len(complete(client, [FRANCE, TOWER], field(answers=[" Rome"])).midstream["answers"]) == 2
 
 
+# ------------------------------------------------------------------------------------------------- sparse autoencoders
+
+
+FEATURES = 512
+
+
+class Autoencoder:
+    """A jump-ReLU SAE with random weights, by hand."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.weights = {
+            "W_enc": torch.randn(HIDDEN, FEATURES, generator=generator) / 16,
+            "W_dec": torch.randn(FEATURES, HIDDEN, generator=generator),
+            "b_enc": torch.zeros(FEATURES),
+            "b_dec": torch.zeros(HIDDEN),
+            "threshold": torch.rand(FEATURES, generator=generator),
+        }
+
+    def config(self) -> dict[str, Any]:
+        hook = {"hook_name": f"blocks.{LAYER}.hook_resid_post"}
+        return {"architecture": "jumprelu", "d_in": HIDDEN, "d_sae": FEATURES, "metadata": hook}
+
+    def acts(self, hidden: torch.Tensor) -> torch.Tensor:
+        pre = hidden @ self.weights["W_enc"]
+        return pre * (pre > self.weights["threshold"])
+
+    def ablated(self, hidden: torch.Tensor, feature: int) -> torch.Tensor:
+        return hidden - self.acts(hidden)[:, feature, None] * self.weights["W_dec"][feature]
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> Autoencoder:
+    return Autoencoder()
+
+
+def of_sae(do: str, sae: str = "emotions", **options: Any) -> dict[str, Any]:
+    return {"kind": "sae", "sae": sae, "do": do, **options}
+
+
+def test_an_sae_is_uploaded_used_listed_and_deleted(
+    server: Server, client: openai.OpenAI, reference: Reference, autoencoder: Autoencoder
+) -> None:
+    """M4, M6. By JSON alone; its features are streamed, too."""
+    from midstream import SAE
+
+    sae = SAE(autoencoder.config(), autoencoder.weights)
+    top = of_sae("capture", top_k=5, name="f", positions="all")
+    with pytest.raises(openai.BadRequestError, match="the name of an SAE that the server has: there are 'operators'"):
+        complete(client, FRANCE, field(top))
+    path = "/v1/midstream/saes/emotions"
+    status, made = server.ask("POST", path, sae.written(), key=MINE)
+    try:
+        assert status == 200 and made["saes"]["emotions"]["features"] == FEATURES, made
+        assert server.ask("GET", "/v1/midstream/saes")[1]["saes"].keys() == {"operators", "emotions"}
+        assert server.ask("DELETE", "/v1/midstream/saes/operators", key=MINE)[0] == 403
+        assert server.ask("POST", "/v1/midstream/saes/operators?replace=true", sae.written(), key=MINE)[0] == 403
+        assert SAE.read(server.ask("GET", path)[1]).written() == sae.written()
+        found = complete(client, FRANCE, field(top)).midstream["scores"]["f"]
+        assert complete(client, FRANCE, field({**top, "sae": "operators"})).midstream["scores"]["f"] == found
+        text = reference.text(FRANCE)
+        ids = reference.ids(FRANCE + text)[0]
+        assert reference.tokenizer.decode(ids) == FRANCE + text
+        reference.logits(ids[None, :-1])
+        acts = autoencoder.acts(reference.streams[LAYER])
+        assert found["positions"] == list(range(len(ids) - 1))
+        torch.testing.assert_close(torch.tensor(found["scores"]), acts.topk(5).values, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            acts.gather(1, torch.tensor(found["indices"])), acts.topk(5).values, rtol=1e-3, atol=1e-3
+        )
+        streamed: dict[str, list[Any]] = {"positions": [], "scores": [], "indices": []}
+        *events, last = complete(client, FRANCE, field({**top, "positions": "all_generated"}), stream=True)
+        for chunk in events:
+            for name, values in (getattr(chunk, "midstream", None) or {}).get("scores", {}).get("f", {}).items():
+                streamed[name] += values
+        first = len(reference.ids(FRANCE)[0])
+        assert streamed["indices"] == found["indices"][first:] and streamed["positions"] == found["positions"][first:]
+        assert last.midstream["scores"]["f"] == streamed
+        feature = int(acts[-1].argmax())
+        gate = {
+            "kind": "when",
+            "probe": of_sae("capture", features=feature),
+            "above": 0,
+            "then": [of_sae("ablate", feature=feature)],
+        }
+        for plan in (of_sae("ablate", feature=feature), of_sae("clamp", feature=[feature], high=0.0), gate):
+            changed = reference.text(FRANCE, lambda hidden: autoencoder.ablated(hidden, feature))
+            assert complete(client, FRANCE, field(plan)).choices[0].text == changed
+        direction = autoencoder.weights["W_dec"][7]
+        steer = of_sae("steer", feature=7, scale=20.0, phase="both")
+        assert complete(client, FRANCE, field(steer)).choices[0].text == reference.text(
+            FRANCE, lambda h: h + 20 * direction
+        )
+        assert server.ask("POST", path, sae.written(), key=THEIRS)[0] == 409
+        assert server.ask("POST", f"{path}?replace=true", sae.written(), key=THEIRS)[0] == 403
+        assert server.ask("POST", f"{path}?replace=true", sae.written(), key=MINE)[0] == 200
+        assert server.ask("DELETE", path, key=THEIRS)[0] == 403
+        for wrong, message in SAE_MISTAKES:
+            with pytest.raises(openai.BadRequestError, match=message):
+                complete(client, FRANCE, field(wrong))
+    finally:
+        assert server.ask("DELETE", path, key=MINE)[0] == 200
+    assert server.ask("DELETE", path, key=MINE)[0] == 404 and server.ask("GET", path)[0] == 404
+
+
+SAE_MISTAKES = [
+    (of_sae("capture", "moods", top_k=5), "did you mean|there are"),
+    (of_sae("train"), "do is 'train'; allowed: ablate, capture|do is 'train'"),
+    (of_sae("capture", features=[FEATURES]), f"feature is {FEATURES}; allowed: 0 to {FEATURES - 1}"),
+    (of_sae("capture", top_k=500), "top_k is 500; allowed: 1 to 32"),
+    (of_sae("capture", topk=5), "SAE.capture|Probe"),
+    (of_sae("capture", features=1, program={"program": "x"}), "SAE.capture"),
+    (of_sae("clamp", feature=1, high="many"), "SAE.clamp: high"),
+    (of_sae("clamp", feature=1, high=1.0, site="mlp_out"), "SAE.clamp"),
+    (of_sae("steer", feature=1), "SAE.steer"),
+    (of_sae("steer", feature=1, scale=2.0, positions=[900]), "positions"),
+]
+
+
+def test_a_plan_of_remote_needs_not_carry_the_matrices_of_a_named_sae(
+    server: Server, reference: Reference, autoencoder: Autoencoder
+) -> None:
+    """They take more than a plan may."""
+    from midstream import SAE
+
+    wide = {
+        name: torch.cat([each] * 8, -1 if name != "W_dec" else 0)
+        for name, each in autoencoder.weights.items()
+        if name != "b_dec"
+    }
+    sae = SAE({**autoencoder.config(), "d_sae": 8 * FEATURES}, {**wide, "b_dec": torch.zeros(HIDDEN)})
+    model = Remote(server.url, MINE)
+    plan = sae.capture(top_k=8, positions="all_prompt")
+    with pytest.raises(PlanError, match="over 4 MiB"):
+        model.generate(FRANCE, plan=plan, max_tokens=1)
+    model.saes["wide"] = sae
+    assert sorted(model.saes) == ["operators", "wide"] and model.saes["wide"].written() == sae.written()
+    output = model.generate(FRANCE, plan=[plan, sae.clamp(3, 0.0, 0.5, error_term=False)], max_tokens=1)[0]
+    del model.saes["wide"]
+    reference.logits(reference.ids(FRANCE))
+    acts = autoencoder.acts(reference.streams[LAYER])
+    wanted = torch.cat([acts] * 8, 1).topk(8).values
+    torch.testing.assert_close(output.scores["sae"], wanted, rtol=1e-3, atol=1e-3)
+    with pytest.raises(PlanError, match="over 4 MiB"):
+        model.generate(FRANCE, plan=plan, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"nonsense", "is no SAE"),
+        (save({"a": torch.ones(2, 3)}), "is no SAE"),
+        (save({"a": torch.ones(2)}, {"midstream-sae": "[3, 4, 5]"}), "SAE.config is 3"),
+        (
+            save({"a": torch.ones(2)}, {"midstream-sae": '[{"architecture": "dense"}, "resid_post", 1]'}),
+            "SAE.architecture",
+        ),
+    ],
+)
+def test_what_is_no_sae_is_refused(server: Server, body: bytes, message: str) -> None:
+    status, found = server.ask("POST", "/v1/midstream/saes/a", body, key=MINE)
+    assert status == 400 and message in found["error"]["message"], found
+    assert list(server.ask("GET", "/v1/midstream/saes")[1]["saes"]) == ["operators"]
+
+
 # -------------------------------------------------------------------------------------------------------------- vectors
 
 
@@ -570,6 +739,7 @@ def test_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, p
         ("POST", "runs", 8 << 20),
         ("PUT", "plan", 8 << 20),
         ("POST", "vectors", 64 << 20),
+        ("POST", "saes/a", 128 << 20),
         ("POST", "generate", 64 << 20),
     ],
 )

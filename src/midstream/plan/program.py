@@ -224,15 +224,22 @@ def written_constant(constant: Constant) -> dict[str, Any]:
     return {**known, "held": constant.held} if constant.data is None else {**known, "data": constant.data}
 
 
-def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str, Constant]:
-    """The table of constants. `most`: the limit in bytes for all of them. Raises PlanError."""
+def read_constants(
+    place: str, table: Any, trusted: bool, most: int, known: Mapping[str, Constant]
+) -> dict[str, Constant]:
+    """The table of constants. Raises PlanError.
+
+    Args:
+        most: the limit in bytes for all of them.
+        known: constants that an untrusted plan may have without data, by `Constant.held`.
+    """
     read: dict[str, Constant] = {}
     size = 0
     for key, given in fields.mapping(place, table).items():
         at = f"{place}[{fields.shown(key)}]"
         with fields.errors_at(at):
-            read[key] = _read_constant(key, given, trusted)
-        size += len(read[key].data or b"")
+            read[key] = _read_constant(key, given, trusted, known)
+        size += len(given.get("data") or b"")
         if size > most:
             raise fields.refuse(place, f"over {most} bytes", f"up to {most}")
         if read[key].digest != key:  # it keys the prefix cache: a wrong one would share KV that differs
@@ -240,16 +247,20 @@ def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str
     return read
 
 
-def _read_constant(key: str, given: Any, trusted: bool) -> Constant:
+def _read_constant(key: str, given: Any, trusted: bool, known: Mapping[str, Constant]) -> Constant:
     fields.mapping("it", given, ("dtype", "shape"), ("data", "held"))
     data, held = given.get("data"), given.get("held", "")
+    if not trusted and data is None and isinstance(held, str) and held in known:
+        return known[held]
     if isinstance(data, str):
         try:
             data = base64.b64decode(data, validate=True)
         except ValueError as error:
             raise fields.refuse("data", fields.shown(data), "bytes in base64") from error
     if not isinstance(data, bytes) and (data is not None or not trusted):
-        raise fields.refuse("data", fields.shown(data), "bytes, or base64")
+        raise fields.refuse(
+            "data", fields.shown(data), "bytes, or base64; without it, a matrix of an SAE that the server has"
+        )
     if not isinstance(held, str) or (held and data is not None):
         raise fields.refuse("held", fields.shown(held), "of a constant without data, the digest of its data")
     return Constant(given["dtype"], tuple(_sequence("shape", given["shape"])), data, key, held)

@@ -143,10 +143,15 @@ class Plan:
 
     @classmethod
     def from_wire(
-        cls, given: Any, *, trusted: bool = True, named_runs: Mapping[str, RecordedRun] | None = None
+        cls,
+        given: Any,
+        *,
+        trusted: bool = True,
+        named_runs: Mapping[str, RecordedRun] | None = None,
+        saes: Mapping[str, Any] | None = None,
     ) -> Plan:
         """The plan that `to_wire` wrote: see `wire.from_wire`. Raises PlanError for anything else."""
-        return cls(wire.from_wire(given, trusted=trusted, named_runs=named_runs))
+        return cls(wire.from_wire(given, trusted=trusted, named_runs=named_runs, saes=saes))
 
     @classmethod
     def from_json(cls, text: str, *, trusted: bool = True) -> Plan:

@@ -33,6 +33,7 @@ from midstream.plan.selections import Selector, made
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
+SAE_KIND = "sae"  # of what an SAE makes, by its name
 _READINGS: dict[str, type[Reading]] = {Capture.kind: Capture, Probe.kind: Probe}
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
@@ -40,7 +41,7 @@ MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs'
 MAX_PROGRAMS = 1 << 10
 MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
-MAX_STRANGERS_WORK = 1 << 20  # numbers that its programs compute for each token, at all layers together
+MAX_STRANGERS_WORK = 1 << 22  # numbers that its programs compute for each token, at all layers together
 MAX_STRANGERS_INPUTS = 8  # different values of other sites that its programs read
 _ITEM_BYTES = 8  # counted for each number, list and dict
 _MAX_DEPTH = 16
@@ -128,7 +129,11 @@ def from_json(text: str, *, trusted: bool = True) -> tuple[Intervention, ...]:
 
 
 def from_wire(
-    wire: Mapping[str, Any], *, trusted: bool = True, named_runs: Mapping[str, RecordedRun] | None = None
+    wire: Mapping[str, Any],
+    *,
+    trusted: bool = True,
+    named_runs: Mapping[str, RecordedRun] | None = None,
+    saes: Mapping[str, Any] | None = None,
 ) -> tuple[Intervention, ...]:
     """The plan that `to_wire` wrote.
 
@@ -136,6 +141,7 @@ def from_wire(
         trusted: False for a plan from an untrusted client. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers
             of the machine that reads it, and may not claim digests of named vectors.
         named_runs: runs that it may refer to by these names and ids; they override the plan's own data about runs.
+        saes: each `SAE` that it may refer to by name, and whose large matrices it may have without data.
 
     Raises:
         PlanError: anything is wrong. The message names the place, the given value and the allowed ones.
@@ -148,7 +154,7 @@ def from_wire(
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
     vectors, runs = _vectors(wire.get("vectors", {})), {**_runs(wire.get("runs", {})), **(named_runs or {})}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
-    reader = _PlanReader(trusted, vectors, runs, _programs(wire, trusted))
+    reader = _PlanReader(trusted, vectors, runs, _programs(wire, trusted, saes or {}), saes or {})
     return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
 
 
@@ -192,8 +198,10 @@ def _vectors(table: Any) -> dict[str, Vector]:
     return read
 
 
-def _programs(wire: Mapping[str, Any], trusted: bool) -> dict[str, Program]:
-    constants = read_constants("constants", wire.get("constants", {}), trusted, MAX_VECTOR_BYTES)
+def _programs(wire: Mapping[str, Any], trusted: bool, saes: Mapping[str, Any]) -> dict[str, Program]:
+    table = wire.get("constants", {})
+    known = {held: constant for sae in saes.values() for held, constant in sae.held.items()} if table else {}
+    constants = read_constants("constants", table, trusted, MAX_VECTOR_BYTES, known)
     table = fields.mapping("programs", wire.get("programs", {}))
     if len(table) > MAX_PROGRAMS:
         raise fields.refuse("the plan's programs", f"{len(table)} of them", f"up to {MAX_PROGRAMS}")
@@ -225,11 +233,14 @@ class _PlanReader:
     vectors: dict[str, Vector]
     runs: dict[str, RecordedRun]
     programs: dict[str, Program]
+    saes: Mapping[str, Any]
 
     def intervention(self, place: str, item: Any) -> Intervention:
         if not isinstance(item, dict):
             raise fields.refuse(place, fields.shown(item), "a dict")
-        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), *_READINGS])
+        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), *_READINGS, SAE_KIND])
+        if kind == SAE_KIND:
+            return self._of_sae(place, item)
         cls: Any = _READINGS.get(kind) or kind_of(kind)
         required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
         fields.mapping(place, item, ("kind", *required), [field.name for field in _fields_of(cls)], kind)
@@ -238,6 +249,16 @@ class _PlanReader:
         }
         with fields.errors_at(place):
             return cls(**values)  # type: ignore[no-any-return]
+
+    def _of_sae(self, place: str, item: dict[str, Any]) -> Intervention:
+        """`{"kind": "sae", "sae": NAME, "do": METHOD, ...}`, with the method's arguments."""
+        name = fields.text(f"{place}.sae", item.get("sae"))
+        sae, given = _looked_up(f"{place}.sae", "saes", name, self.saes), {}
+        for key, value in item.items():
+            if key not in ("kind", "sae", "do"):
+                given[key] = self._value(f"{place}.{key}", key, value, Capture if key == "positions" else Intervention)
+        with fields.errors_at(place):
+            return sae.made(item.get("do"), given)  # type: ignore[no-any-return]
 
     def _value(self, place: str, name: str, value: Any, cls: type[Intervention]) -> Any:
         if name == "to":
@@ -341,7 +362,8 @@ def _sink(place: str, value: Any) -> Any:
 
 def _looked_up(place: str, table: str, key: str, there: Mapping[str, Any]) -> Any:
     if key not in there:
-        allowed = "the name or id of a recorded run" if table == "runs" else f"a key of the plan's {table!r}"
+        named = {"runs": "the name or id of a recorded run", "saes": "the name of an SAE that the server has"}
+        allowed = named.get(table) or f"a key of the plan's {table!r}"
         raise fields.refuse(place, fields.shown(key), f"{allowed}: {fields.nearest(key, there)}")
     return there[key]
 

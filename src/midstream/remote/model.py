@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import metadata
@@ -45,6 +45,7 @@ from midstream.requests.prompts import Prompt, encode, prompts_of
 from midstream.requests.streams import Called, Item, OutputStream
 from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
+from midstream.sae import SAE
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decode_event
 from midstream.sweeps.request import Metric, SweepRequest
@@ -346,8 +347,8 @@ class Remote(DescribedModel):
 
     Attributes:
         plan: the plan of every request of this object except `record`. `engine_plan` is the plan of all clients.
-        vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, or an administrator, may replace or
-            delete it.
+        vectors, saes, runs: named vectors, sparse autoencoders and recorded runs on the server. Only the API key that made one, or an
+            administrator, may replace or delete it.
 
     Raises:
         RemoteError: the server cannot be reached, or refuses the key.
@@ -373,6 +374,7 @@ class Remote(DescribedModel):
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]
         self.vectors = RemoteVectors(self._connection)
+        self.saes = RemoteSAEs(self._connection)
         self.runs = RemoteRuns(self._ask, None if self._is_async else run_now)
         self.sinks = Sinks()
 
@@ -543,8 +545,13 @@ class Remote(DescribedModel):
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
             prompt, params, answers = map(as_msgpack, parts)
             call.asked.append(CallEntry(prompt, params, number, answers))
-        call.plans = [as_msgpack(plan.to_wire()) for plan in plans]
+        call.plans = [as_msgpack(self._sent(plan).to_wire()) for plan in plans]
         return call, Progress(endings, [invoke.plan.probes for invoke in invokes])
+
+    def _sent(self, plan: Plan) -> Plan:
+        """The plan without the large constants of its programs, if the server has them all as those of an SAE."""
+        held, data = plan.held
+        return held if data and data.keys() <= self.saes.constants else plan
 
     def _lowered(
         self, invokes: Sequence[Invoke], code: ShippedCode, together: bool
@@ -605,11 +612,11 @@ class RemoteVectors(Vectors):
 
     def __getitem__(self, name: str) -> Any:
         self._check(name)
-        return read_vectors(self._server.ask("GET", _vector(name)).content, name)[name]
+        return read_vectors(self._server.ask("GET", _named("vectors", name)).content, name)[name]
 
     def __delitem__(self, name: str) -> None:
         self._check(name)
-        self._server.ask("DELETE", _vector(name))
+        self._server.ask("DELETE", _named("vectors", name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.widths)
@@ -625,6 +632,45 @@ class RemoteVectors(Vectors):
             raise KeyError(f"no vector {name!r}: {nearest(str(name), widths)}")
 
 
+class RemoteSAEs(MutableMapping[str, SAE]):
+    """The sparse autoencoders on a server, of all clients. Each read and each change is a request to the server.
+
+    A plan of an SAE that is here needs not carry its large matrices. Raises RemoteError as the server answers.
+    """
+
+    def __init__(self, server: ServerConnection) -> None:
+        self._server = server
+
+    @property
+    def constants(self) -> set[str]:
+        """The digests of their large matrices."""
+        return {digest for about in self._listed().values() for digest in about["constants"]}
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        return self._server.ask("GET", "saes").json()["saes"]  # type: ignore[no-any-return]
+
+    def __getitem__(self, name: str) -> SAE:
+        self._check(name)
+        return SAE.read(self._server.ask("GET", _named("saes", name)).content)
+
+    def __setitem__(self, name: str, sae: SAE) -> None:
+        self._server.ask("POST", f"{_named('saes', name)}?replace=true", content=sae.written())
+
+    def __delitem__(self, name: str) -> None:
+        self._check(name)
+        self._server.ask("DELETE", _named("saes", name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed())
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+    def _check(self, name: str) -> None:
+        if name not in (there := self._listed()):
+            raise KeyError(f"no SAE {name!r}: {nearest(str(name), there)}")
+
+
 def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
     """The invokes in parts that fit into one call each."""
     part, size = list[Invoke](), 0
@@ -638,8 +684,8 @@ def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
     yield part
 
 
-def _vector(name: str) -> str:
-    return f"vectors/{quote(name, safe='')}"
+def _named(what: str, name: str) -> str:
+    return f"{what}/{quote(name, safe='')}"
 
 
 def _listed(given: Any) -> Any:

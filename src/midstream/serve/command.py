@@ -56,6 +56,13 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="let clients with the API key run code in the engine: traces of midstream.Remote; needs --api-key",
     )
+    parser.add_argument(
+        "--midstream-sae",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="a sparse autoencoder of SAELens's that plans may use by this name; may be given several times",
+    )
     own, rest = parser.parse_known_args(argv)
     given = own.midstream_graph_sites
     sites = given if given is None else list(filter(None, given.split(",")))
@@ -65,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
         graph_sites=chosen_graph_sites(sites, tensor_ranks(rest)),
         graph_bytes=own.midstream_graph_bytes,
         record_bytes=own.midstream_record_bytes,
+        saes=dict(map(_named_directory, own.midstream_sae)),
     )
     flags, plugins = server_flags(settings, rest), allowed_plugins(os.environ)
     if own.flags:
@@ -79,6 +87,13 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     _serve(flags, routes)
     return 0
+
+
+def _named_directory(given: str) -> tuple[str, str]:
+    name, equals, path = given.partition("=")
+    if not (name and equals and path):
+        raise MidstreamError(f"--midstream-sae is {given!r}; allowed: NAME=DIR.")
+    return name, os.path.abspath(path)
 
 
 def _serve(flags: Sequence[str], routes: EntryPoint) -> None:

@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from importlib import metadata
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,12 +28,13 @@ from midstream.errors import EngineClosedError, MidstreamError, PromptError, abo
 from midstream.plan import fields
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import READINGS, kinds
-from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
-from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
-from midstream.serve import remote, studio, sweeps
+from midstream.plan.vectors import Named, Vector, read_vectors, written_vectors
+from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KIND
+from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
+    NO_ADMIN,
     Gate,
     Listed,
     RequestRefused,
@@ -43,6 +44,8 @@ from midstream.serve.requests import (
     answering_errors,
     check_quota,
     error_response,
+    is_admin,
+    not_theirs,
     openapi_body,
     owner_of,
     read_place,
@@ -60,10 +63,6 @@ MAX_RUNS = 1024
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
-ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"
-_NO_ADMIN = (
-    f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
-)
 _NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 
@@ -97,6 +96,7 @@ class Plugin:
         app.include_router(router)
         app.include_router(remote.router)
         app.include_router(sweeps.router)
+        app.include_router(saes.router)
         app.include_router(studio.router)
         app.add_middleware(Gate)
 
@@ -115,6 +115,8 @@ class Plugin:
         )
         server = Server(engine_client, captures)
         await server.model.start()
+        for name, path in Settings.of(config).saes.items():
+            server.saes[fields.name("--midstream-sae", name)] = await asyncio.to_thread(saes.loaded, server, path)
         if not config.model_config.skip_tokenizer_init:  # else all clients would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
@@ -164,13 +166,15 @@ async def capabilities(request: Request) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "sites": sites,
-        "kinds": [*kinds(), *READINGS],
+        "kinds": [*kinds(), *READINGS, SAE_KIND],
         "limits": {
             "plan_bytes": MAX_STRANGERS_BYTES,
             "plan_edits": MAX_STRANGERS_EDITS,
             "upload_bytes": MAX_UPLOAD_BYTES,
             "vectors": MAX_VECTORS,
             "vector_bytes": MAX_VECTOR_BYTES,
+            "saes": saes.MAX_SAES,
+            "sae_bytes": saes.MAX_SAE_BYTES,
             "runs": MAX_RUNS,
             "inline_bytes": MAX_INLINE_BYTES,
             "captures": MOST_HELD,
@@ -213,7 +217,7 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
         for name in found:
             Named(name)  # raises for an invalid name
     for name in found.keys() & vectors.keys() if replace else ():
-        if (refused := _not_theirs(request, "vectors", name, vectors)) is not None:
+        if (refused := not_theirs(request, "vectors", name, vectors)) is not None:
             return refused
     if (taken := sorted(found.keys() & vectors.keys())) and not replace:
         raise RequestRefused(
@@ -243,7 +247,7 @@ async def get_vector(request: Request, name: str) -> Any:
 async def delete_vector(request: Request, name: str) -> Any:
     """Forget a vector. Only for the API key that has uploaded it, and for administrators."""
     vectors = server_of(request).model.vectors
-    if (refusal := _not_theirs(request, "vectors", name, vectors)) is not None:
+    if (refusal := not_theirs(request, "vectors", name, vectors)) is not None:
         return refusal
     del vectors[name]
     server_of(request).owners.pop(("vectors", name), None)
@@ -271,7 +275,7 @@ async def record_run(request: Request) -> Any:
     await model.runs.listing()  # forgets runs that the workers have dropped
     names, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
     if run.replace and name in names - server.recording.keys():
-        if (refused := _not_theirs(request, "runs", name, names)) is not None:
+        if (refused := not_theirs(request, "runs", name, names)) is not None:
             return refused
     elif name in names:
         raise RequestRefused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
@@ -316,7 +320,7 @@ def _run_to_record(server: Server, data: bytes) -> RunToRecord:
 async def delete_run(request: Request, name: str) -> Any:
     """Forget a run. Running requests that use it go on. Only for the API key that has recorded it, and for administrators."""
     runs = server_of(request).model.runs
-    if (refusal := _not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
+    if (refusal := not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
         return refusal
     server_of(request).owners.pop(("runs", name), None)  # before another client can record a run of this name
     await runs.delete(name)
@@ -329,23 +333,6 @@ async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
     return {info.name: {**info._asdict(), **vars(handles[info.id])} for info in infos if info.id in handles}
 
 
-def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
-    """The error for a client that may not delete or replace a vector or a run; None if it may."""
-    if name not in there:
-        return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
-    if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
-        return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
-    values = server_of(request).model.plan.values()
-    if name in {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}:
-        return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
-    return None
-
-
-def _is_admin(request: Request) -> bool:
-    expected, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
-    return bool(expected) and secrets.compare_digest(expected.encode(), given.encode())
-
-
 @router.get("/plan")
 async def get_plan(request: Request) -> dict[str, Any]:
     """The engine-wide plan. It comes before every request's own plan."""
@@ -356,8 +343,8 @@ async def get_plan(request: Request) -> dict[str, Any]:
 @answering_errors
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
-    if not _is_admin(request):
-        return error_response(403, _NO_ADMIN)
+    if not is_admin(request):
+        return error_response(403, NO_ADMIN)
     server = server_of(request)
     data = await receive_body(
         request, 2 * MAX_STRANGERS_BYTES, "The plan has {}; vectors are shortest in base64, or as names."
@@ -375,8 +362,8 @@ async def set_plan(request: Request) -> Any:
 @router.delete("/plan")
 async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
-    if not _is_admin(request):
-        return error_response(403, _NO_ADMIN)
+    if not is_admin(request):
+        return error_response(403, NO_ADMIN)
     server_of(request).model.plan = None
     return await get_plan(request)
 

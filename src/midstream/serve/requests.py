@@ -16,9 +16,11 @@ import contextlib
 import hashlib
 import json
 import math
+import os
+import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, wraps
 from typing import Annotated, Any, TypeVar
 
@@ -30,12 +32,15 @@ from starlette.requests import ClientDisconnect
 from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
+from midstream.plan.fields import nearest
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of, stopping
 from midstream.plan.selections import Selection, made
 from midstream.plan.values import Plan, Span, check_strangers
+from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.invokes import Invoke, answers_of
 from midstream.runtime.request import Envelope
+from midstream.sae import SAE
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.settings import NAME
 from midstream.vllm.model import VLLM
@@ -60,6 +65,10 @@ _KINDS = {
     413: "RequestTooLargeError",
     503: "ServiceUnavailableError",
 }  # names as the openai client has them
+ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"  # an environment variable of the server
+NO_ADMIN = (
+    f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
+)
 Generate = Callable[..., AsyncGenerator[Any]]
 _SERVERS_FAULT = (EngineClosedError, ChannelError, CaptureError)
 _DONE = "data: [DONE]\n\n"
@@ -71,7 +80,8 @@ class Server:
     Attributes:
         model: the server's engine. `model.plan` is the engine-wide plan.
         captures: the rows that wait for download.
-        owners: the owner of each named vector and each run, by `("vectors" | "runs", name)`.
+        saes: sparse autoencoders by name.
+        owners: the owner of each named vector, SAE and run, by `("vectors" | "saes" | "runs", name)`.
         recording: the owner of each run that is being recorded, by its name.
         planned: how many prompts have run with a plan, including the engine-wide plan.
         running: how many of them run now.
@@ -83,6 +93,7 @@ class Server:
     def __init__(self, engine: Any, captures: CaptureStore) -> None:
         self.model = VLLM.attached(engine)
         self.captures = captures
+        self.saes: dict[str, SAE] = {}
         self.owners: dict[tuple[str, str], bytes] = {}
         self.recording: dict[str, bytes] = {}
         self.planned = self.running = 0
@@ -98,7 +109,7 @@ class Server:
     @property
     def gauges(self) -> dict[str, int]:
         """Counts of the objects that the front end holds, and of prompts with a plan."""
-        held = {"vectors": len(self.model.vectors), "runs": len(self.model.runs.handles)}
+        held = {"vectors": len(self.model.vectors), "saes": len(self.saes), "runs": len(self.model.runs.handles)}
         return {
             **self.captures.gauges,
             **held,
@@ -146,7 +157,10 @@ class Server:
         """A stranger's plan, as data. It may refer to the server's runs by name or id. Raises PlanError."""
         runs = {key: run for run in self.model.runs.handles for key in (run.name, run.id)}
         plan = Plan.from_wire(
-            {"interventions": given} if isinstance(given, list) else given, trusted=False, named_runs=runs
+            {"interventions": given} if isinstance(given, list) else given,
+            trusted=False,
+            named_runs=runs,
+            saes=dict(self.saes),
         )
         check_strangers(plan, self.model.num_layers)
         self.model.planner.check(plan)
@@ -305,6 +319,24 @@ def error_response(status: int, message: str, parameter: str | None = None, kind
 def owner_of(headers: Mapping[str, str]) -> bytes:
     """The owner of a request with these headers: a hash of the API key."""
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
+
+
+def not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
+    """The error for a client that may not delete or replace a vector, an SAE or a run; None if it may."""
+    if name not in there:
+        return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
+    if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not is_admin(request):
+        return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {NO_ADMIN}", "name")
+    values = server_of(request).model.plan.values()
+    used = {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}
+    if what != "saes" and name in used:  # a plan has what it needs of an SAE
+        return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
+    return None
+
+
+def is_admin(request: Request) -> bool:
+    expected, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
+    return bool(expected) and secrets.compare_digest(expected.encode(), given.encode())
 
 
 def check_quota(what: str, own: int, together: int, most: int, before: int = 0) -> None:

@@ -395,7 +395,7 @@ class VLLM(DescribedModel):
 
         Raises PlanError for a plan that cannot be carried out on this model or prompt.
         """
-        (invoke,) = self._with_plan([invoke])
+        (invoke,), (weights,) = self._with_held_constants(self._with_plan([invoke]))
         plan = self.planner.prepare(
             invoke.plan, invoke.prompt, prompt["prompt_token_ids"], {"max_tokens": params.max_tokens}
         )
@@ -404,7 +404,8 @@ class VLLM(DescribedModel):
         params.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != NAME}
         if invoke.answers:
             params.logprob_token_ids = list(invoke.answers.values())
-        return EngineRequest(prompt, _with_plan(params, plan, rows, invoke), None, plan, rows, invoke.answers)
+        params = _with_plan(params, plan, rows, invoke)
+        return EngineRequest(prompt, params, None, plan, rows, invoke.answers, weights=weights)
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:
