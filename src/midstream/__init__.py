@@ -9,7 +9,19 @@ if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
     from midstream.engine.launch import engine_arguments
-    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer, When
+    from midstream.plan.values import (
+        Apply,
+        Capture,
+        Clamp,
+        Consumer,
+        Patch,
+        Plan,
+        Probe,
+        RecordedRun,
+        Span,
+        Steer,
+        When,
+    )
     from midstream.remote.model import Remote
     from midstream.sae import SAE
     from midstream.sweeps.results import SweepResult
@@ -21,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SAE",
     "VLLM",
+    "Apply",
     "Capture",
     "Clamp",
     "Consumer",
@@ -42,6 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Apply": "midstream.plan.values",
     "Capture": "midstream.plan.values",
     "Clamp": "midstream.plan.values",
     "Consumer": "midstream.plan.values",

@@ -1,116 +1,153 @@
-"""Plans with programs on both backends against plain hooks (issue 36: 4; L3, L4)."""
+"""Functions in plans on both backends against plain hooks (M5)."""
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import Plain, close
-from plan_cases import FRANCE, GREEDY, HIDDEN, ITALY, P, after_rows, everything, generated_with, tokens, vector
+from plan_cases import FRANCE, GREEDY, HIDDEN, ITALY, P, everything, generated_with, tokens, vector
 
-from midstream import Steer
-from midstream.plan.program import Program
-from midstream.plan.steps import INPUT, Const, Constant, Ref, RowCount, Step
-from midstream.plan.values import Apply
+from midstream import Apply, Plan, Probe, Steer, When
+from midstream.errors import PlanError
 
-UP = torch.randn(HIDDEN, 512, generator=torch.Generator().manual_seed(1)) / 16
-DOWN = torch.randn(512, HIDDEN, generator=torch.Generator().manual_seed(2)) / 22
+V, W = vector(7, 30.0), vector(8, 1.0)
+MATRIX = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / 16
 
 
-def gate(scale: float, bias: torch.Tensor) -> Program:
-    """`h + scale * relu(h @ UP) @ DOWN + bias`"""
-    steps = (
-        Step("mm.default", (INPUT, Const(0))),
-        Step("relu.default", (Ref(0),)),
-        Step("mm.default", (Ref(1), Const(1))),
-        Step("mul.Tensor", (Ref(2), scale)),
-        Step("add.Tensor", (INPUT, Ref(3))),
-        Step("add.Tensor", (Ref(4), Const(2))),
-    )
-    return Program(HIDDEN, "float32", steps, Ref(5), (Constant.of(UP), Constant.of(DOWN), Constant.of(bias)))
+def in_place(h: torch.Tensor) -> None:
+    h *= 0.5
+    h[:, 3] = 1.0
+    h[..., 10:20] += V[10:20]
 
 
-def gated(scale: float, bias: torch.Tensor) -> Any:
-    return lambda h: h + scale * torch.relu(h @ UP) @ DOWN + bias
+def helper(h: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return h + torch.nn.functional.gelu(h @ by).clamp(max=2.0)
 
 
-@pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
-def test_a_program_acts_in_its_phase(model: Any, plain: Plain, phase: str) -> None:
-    bias = vector(3, 5.0)
-    plan = [Apply("resid_post", layers=[2, 4], program=gate(0.5, bias), phase=phase), everything()]
-    (output,) = model.generate(FRANCE, plan=plan, max_tokens=6, **GREEDY)
-    rows = {"both": slice(0, None), "prefill": slice(0, P), "decode": slice(P, None)}[phase]
-    edits = {("resid_post", n): after_rows(rows, gated(0.5, bias)) for n in (2, 4)}
-    ids, ran = generated_with(plain, edits, 6)
-    assert tokens(output) == ids
-    close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+def branching(h: torch.Tensor) -> torch.Tensor:
+    kept = [s := 2.0, *(s := s * 0.5 for _ in range(3))]
+    return helper(h, MATRIX) * kept[-1] + V if len(kept) == 4 else h
 
 
-def test_programs_of_many_requests_beside_plain_ones(model: Any, plain: Plain) -> None:
-    """Equal but for numbers and a vector, after a steer, at one position, and none at all."""
-    biases = [vector(seed, 10.0) for seed in range(3)]
-    plans: list[Any] = [
-        [Apply("mlp_out", layers=3, program=gate(0.1 * (i + 1), bias)), everything()] for i, bias in enumerate(biases)
-    ]
-    placed = Apply("resid_post", layers=3, program=gate(0.3, biases[0]), positions=-2)
-    plans += [[everything()], [placed, Steer("resid_post", layers=3, vector=vector(9)), everything()]]
-    outputs = model.generate([FRANCE, ITALY, FRANCE, ITALY, FRANCE], plan=plans, max_tokens=4, **GREEDY)
+FUNCTIONS: dict[str, Any] = {
+    "ablation": lambda h: h - (h @ W)[:, None] * W,
+    "norms": lambda h: h / h.norm(dim=-1, keepdim=True) * 20,
+    "where": lambda h: torch.where(h.mean(-1, keepdim=True) > 0, h + V, h.tanh()),
+    "in place": in_place,
+    "helpers and comprehensions": branching,
+    "softmax of heads": lambda h: (h.view(h.shape[0], 8, -1).softmax(-1) * h.view(-1, 8, HIDDEN // 8)).flatten(1),
+    "nothing": lambda h: h,
+}
 
-    def steered(h: torch.Tensor) -> torch.Tensor:
-        h = h + vector(9)
-        h[P - 2] = gated(0.3, biases[0])(h[P - 2 : P - 1])[0]
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_replaces_the_value(model: Any, plain: Plain, name: str) -> None:
+    function = FUNCTIONS[name]
+
+    def edit(h: torch.Tensor) -> torch.Tensor:
+        found = function(h)
+        return h if found is None else found
+
+    plan = [Apply("resid_post", layers=[3, -3], program=function), everything(when="after")]
+    for prompt in (FRANCE, ITALY):
+        (output,) = model.generate(prompt, plan=plan, max_tokens=5, **GREEDY)
+        ids, ran = generated_with(plain, {("resid_post", 3): edit, ("resid_post", 5): edit}, 5, prompt)
+        assert tokens(output) == ids
+        for layer in (3, 5):
+            close(output.captures["resid_post", layer], ran.sites["resid_post", layer])
+
+
+def test_a_function_of_two_values_behind_a_gate(model: Any, plain: Plain) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(h: torch.Tensor) -> torch.Tensor:
+        kept["h"] = h
         return h
 
-    edits: list[Any] = [{("mlp_out", 3): gated(0.1 * (i + 1), bias)} for i, bias in enumerate(biases)]
-    edits += [{}, {("resid_post", 3): steered}]
-    for output, prompt, edit in zip(outputs, [FRANCE, ITALY, FRANCE, ITALY, FRANCE], edits, strict=True):
-        ids, ran = generated_with(plain, edit, 4, prompt)
-        assert tokens(output) == ids
-        close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
-
-
-def test_heads_of_attention(model: Any, plain: Plain) -> None:
-    """A program takes all heads side by side, and may see them as an axis."""
-    heads = 4
-    steps = (
-        Step("reshape.default", (INPUT, (RowCount(1), heads, HIDDEN // heads))),
-        Step("mul.Tensor", (Ref(0), Const(0))),
-        Step("reshape.default", (Ref(1), (RowCount(1), HIDDEN))),
+    probe = Probe("resid_post", layer=2, weight=W, name="p")
+    edit = Apply(
+        "mlp_out", layers=4, program=lambda h, early: h + 0.5 * early, inputs=[("resid_post", 2)], phase="decode"
     )
-    each = torch.tensor([1.0, 0.0, 2.0, 1.0])[:, None]
-    plan = [
-        Apply("attn_z", layers=2, program=Program(HIDDEN, "float32", steps, Ref(2), (Constant.of(each),))),
-        everything(),
-    ]
-    (output,) = model.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
+    median = float((generated_with(plain, None, 5)[1].sites["resid_post", 2] @ W)[P:].median()) + 1e-3
 
-    def edit(z: torch.Tensor) -> torch.Tensor:
-        return (z.reshape(-1, heads, HIDDEN // heads) * each).reshape(z.shape)
+    def gated(h: torch.Tensor) -> torch.Tensor:
+        acts = (kept["h"] @ W > median)[:, None] & (torch.arange(len(h)) >= P)[:, None]
+        return torch.where(acts, h + 0.5 * kept["h"], h)
 
-    close(output.captures["resid_post", 7], plain.run(FRANCE, {("attn_z", 2): edit}).sites["resid_post", 7])
-
-
-def test_a_program_keeps_its_kv_to_itself(engine: Any, plain: Plain) -> None:
-    prompt = list(range(10, 90))
-    for scale in (0.0, 0.5, 0.0, 0.25, 0.5):
-        plan: list[Any] = [everything()]
-        bias = vector(3, 5.0)
-        if scale:
-            plan.append(Apply("resid_post", layers=1, program=gate(scale, bias), phase="prefill"))
-        (output,) = engine.generate([prompt], plan=plan, max_tokens=1, **GREEDY)
-        ran = plain.run(prompt, {("resid_post", 1): gated(scale, bias)} if scale else {})
-        close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+    plan = [When(probe, above=median, then=[edit]), everything("mlp_out", when="after")]
+    (output,) = model.generate(FRANCE, plan=plan, max_tokens=5, **GREEDY)
+    ids, ran = generated_with(plain, {("resid_post", 2): keep, ("mlp_out", 4): gated}, 5)
+    assert tokens(output) == ids
+    close(output.captures["mlp_out", 4], ran.sites["mlp_out", 4])
 
 
-def test_a_program_in_a_compiled_forward(compiled: Any, plain: Plain) -> None:
-    """At a site that the compiled forward has and at one that it lacks, beside a plain request."""
-    bias = vector(3, 5.0)
-    for site in ("resid_post", "attn_z"):
-        program = gate(0.5, bias)
-        plans = [[Apply(site, layers=3, program=program), everything()], [everything()]]
-        outputs = compiled.generate([FRANCE, ITALY], plan=plans, max_tokens=4, **GREEDY)
-        for output, prompt, edits in zip(outputs, (FRANCE, ITALY), ({(site, 3): gated(0.5, bias)}, {}), strict=True):
-            ids, ran = generated_with(plain, edits, 4, prompt)
-            assert tokens(output) == ids
-            close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+def test_what_a_function_uses_is_what_it_is_at_the_call(model: Any, plain: Plain) -> None:
+    """A plan that is used again is recorded again; a request under way keeps what it had."""
+    v = V.clone()
+    plan = Plan.of([Apply("resid_post", layers=3, program=lambda h: h + v), everything(when="after")])
+    for _ in range(2):
+        (output,) = model.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
+        close(output.captures["resid_post", 3], plain.run(FRANCE).sites["resid_post", 3] + v)
+        v *= -2
+
+
+def test_the_models_own_plan_has_functions_and_all_layers(model: Any, plain: Plain) -> None:
+    model.plan = Apply("attn_out", program=lambda h: 0.5 * h)
+    try:
+        (output,) = model.generate(FRANCE, plan=Steer("resid_post", layers=5, vector=V), max_tokens=3, **GREEDY)
+    finally:
+        model.plan = None
+    edits: dict[Any, Any] = {("attn_out", layer): lambda h: 0.5 * h for layer in range(8)}
+    assert tokens(output) == plain.generate(FRANCE, 3, {**edits, ("resid_post", 5): lambda h: h + V})
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "mixes tokens": (lambda h: h - h.mean(0), r"line \d+ of the function cannot be a program"),
+    "looks at a number": (lambda h: h if h.sum() > 0 else -h, "cannot be a program"),
+    "other widths": (lambda h: h[:, :3], "cannot be a program"),
+    "some tokens": (lambda h: torch.cat([h[:1] * 2, h[1:]]), "cannot be a program"),
+    "number of tokens": (lambda h: h * h.shape[0], "cannot be a program"),
+    "random": (lambda h: h + torch.randn(HIDDEN), "cannot be a program"),
+    "random numbers": (lambda h: h * random.random(), "cannot be a program"),
+    "prints": (lambda h: print(h.shape) or h, "cannot be a program"),
+    "reads a file": (lambda h: h * len(Path(__file__).read_text()), "cannot be a program"),
+    "an error": (lambda h: h @ torch.ones(3, 4), "cannot be a program: RuntimeError: a and b"),
+    "no tensor": (lambda h: 3, "it returns no tensor"),
+    "numpy": (lambda h: torch.tensor(h.numpy()), "cannot be a program"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_a_program_is_refused(model: Any, name: str) -> None:
+    function, message = REFUSED[name]
+    with pytest.raises(PlanError, match=message):
+        model.generate(FRANCE, plan=Apply("resid_post", layers=3, program=function), max_tokens=1)
+
+
+def test_state_and_wrong_places_are_refused(model: Any) -> None:
+    calls: list[int] = []
+
+    def counts(h: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return h * len(calls)
+
+    for edit, message in (
+        (Apply("resid_post", layers=3, program=counts), "something else each time"),
+        (Apply("resid_post", layers=99, program=lambda h: h), "Apply.layers is 99"),
+        (
+            Apply("resid_post", layers=3, program=lambda h, x: h, inputs=[("mlp_out", 99)]),
+            "has no 'mlp_out' at layer 99",
+        ),
+        (Apply("resid_post", layers=3, program=lambda h, x: h + x, inputs=[("resid_post", 5)]), r"Apply.inputs\[0\]"),
+        (Apply("resid_post", layers=3, program=lambda h, x: h), "cannot be a program: it raises TypeError"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            model.generate(FRANCE, plan=edit, max_tokens=1)
+    with pytest.raises(PlanError, match=r"Apply\.program is the function"):
+        Plan.of(Apply("resid_post", program=counts)).to_json()
+    with pytest.raises(PlanError, match=r"Apply\.program is 3"):
+        Apply("resid_post", program=3)

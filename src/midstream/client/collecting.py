@@ -19,6 +19,7 @@ import numpy as np
 from midstream.capture.consumers import Collected
 from midstream.capture.directory import open_captures, remove_orphans
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
+from midstream.lowering.functions import with_programs
 from midstream.plan.values import Capture, Consumer, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest
 from midstream.requests.invokes import Invoke
@@ -92,7 +93,8 @@ class Collection:
         """The index entry of each prompt, without its id."""
         path, facts = Path(model.model_name).expanduser(), model.facts
         name = str(path.resolve()) if path.is_dir() else model.model_name
-        plan = with_digests(Plan(model.plan.edits) + self._plan, model.vectors.digests)
+        plan = with_programs(Plan(model.plan.edits) + self._plan, facts)
+        plan = with_digests(plan, model.vectors.digests)
         params = json.dumps(self._params, sort_keys=True, default=str) if self._has_generated else ""
         plan_hash = plan.normal(facts.num_layers).hash
         return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}".encode()))
@@ -127,7 +129,7 @@ class Collection:
                 replace(item, to=self._sink) if isinstance(item, Capture) else item for item in self._plan.interventions
             )
         )
-        plan = model.plan + own
+        plan = with_programs(model.plan + own, model.facts)
         by_text, seen = has_spans(plan), Counter[str]()
         other_kind = {tokens: name for name, tokens in listed.items() if _is_made(name, tokens) != (self._ids is None)}
         invokes = []

@@ -18,6 +18,7 @@ from midstream.capture.directory import Store
 from midstream.client.collecting import Collection
 from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
+from midstream.lowering.functions import with_programs
 from midstream.plan import fields
 from midstream.plan.selections import Selector
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
@@ -221,6 +222,11 @@ class TraceModel(Sizes):
         edits = Plan(self.plan.edits)
         composed = {id(each.plan): (edits if each.record else self.plan) + each.plan for each in invokes}
         return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
+
+    def _with_programs(self, invokes: Sequence[Invoke]) -> list[Invoke]:
+        """The invokes with the functions of their plans recorded, each plan's once. Raises PlanError for one that cannot be a program."""
+        plans = {id(invoke.plan): with_programs(invoke.plan, self.facts) for invoke in invokes if invoke.plan}
+        return [replace(invoke, plan=plans.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
 
     async def _results(self, running: OutputStream) -> list[InvokeResult]:
         """The results of requests. Raises their errors."""

@@ -70,13 +70,13 @@ def to_json(interventions: Sequence[Intervention]) -> str:
 def _written(item: Intervention, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
     given = ((field, getattr(item, field.name)) for field in _fields_of(item))
     return {"kind": item.kind} | {
-        field.name: _written_value(value, tables)
+        field.name: _written_value(value, tables, field.name)
         for field, value in given
         if field.default is dataclasses.MISSING or value != field.default
     }
 
 
-def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
+def _written_value(value: Any, tables: dict[str, dict[str, Any]], field: str = "") -> Any:
     match value:
         case Vector():
             tables["vectors"][value.digest] = value.data.tobytes()
@@ -102,6 +102,11 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
             return _written(value, tables)
         case tuple():
             return [_written_value(item, tables) for item in value]
+    if callable(value) and field == "program":
+        given = f"the function {fields.shown(value)}"
+        raise fields.refuse(
+            "Apply.program", given, "a Program; a model of midstream's records functions when it gets the plan"
+        )
     if callable(value):
         given = f"the callable {fields.shown(value)}, which cannot be sent"
         raise fields.refuse("Capture.to", given, "None, a directory or a Consumer in a plan that is sent")

@@ -496,6 +496,7 @@ class Remote(DescribedModel):
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> OutputStream:
         invokes = [replace(invoke, prompt=self._prompt_data(invoke.prompt)) for invoke in self._with_plan(invokes)]
+        invokes = self._with_programs(invokes)
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         forwarders = [self._forwarders(part) for part in parts]

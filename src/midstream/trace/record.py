@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import io
 import random
 import re
@@ -174,14 +175,7 @@ def record(
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
-        with (
-            torch.no_grad(),
-            SeeingFunctions(notes),
-            SeeingOperations(notes),
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(printed),
-            _guarded(notes, is_known),
-        ):
+        with _seeing(notes, printed, is_known):
             try:
                 body.result = program.run(model.envoy, {})
             except StopTrace as stop:
@@ -217,6 +211,55 @@ def record(
         notes.may_raise,
         body.watched,
     )
+
+
+def record_function(
+    function: Callable[..., Any], values: Sequence[Value], device: torch.device
+) -> tuple[Value | None, str | None, int]:
+    """Run a function of tensors on stand-ins.
+
+    Args:
+        values: of the stand-ins that it gets. A function that returns None has changed the first of them.
+
+    Returns:
+        what it returns, None if that is no tensor; why it cannot be recorded, None if it can; and the line of its last operation.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    notes = Notes(device, code.co_filename if code is not None else "", True, {})
+    notes.steps.append(StepGraph(values[0].shape[0]))
+    given, printed = [notes.new(value) for value in values], _PrintedOutput()
+    found: Any = None
+    try:
+        with _seeing(notes, printed, False):
+            found = function(*given)
+            found = notes.value_of(given[0] if found is None else found) if found is None or _is_tensor(found) else None
+    except Ended:
+        pass
+    except Exception as error:
+        notes.reason = notes.reason or f"it raises {type(error).__name__}: {error}"
+        notes.line = notes.line or _line_of(error, notes.file)
+    if printed.used:
+        notes.reason = notes.reason or "it prints"
+    lines = [value.line for value in notes.steps[-1].values if value.line]
+    return found, notes.reason, notes.line or (lines[-1] if lines else 0)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (StandIn, torch.Tensor))
+
+
+@contextlib.contextmanager
+def _seeing(notes: Notes, printed: _PrintedOutput, is_known: bool) -> Iterator[None]:
+    """Record what the code in the block does. `is_known`: as of `record`."""
+    with (
+        torch.no_grad(),
+        SeeingFunctions(notes),
+        SeeingOperations(notes),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        _guarded(notes, is_known),
+    ):
+        yield
 
 
 class _Fingerprint(CodePickler):
@@ -715,7 +758,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
 
     def watch_errors() -> None:
         frame: Any = sys._getframe(1)
-        while frame.f_code is not record.__code__:
+        while frame.f_code not in (record.__code__, record_function.__code__):
             frame.f_trace = enter(frame, "call", None)
             frame = frame.f_back
         sys.settrace(enter)

@@ -227,6 +227,7 @@ class LanguageModel(TraceModel):
         single = self._with_plan(
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
         )
+        single = self._with_programs(single)
         ids = [self._token_ids(each) for each in single]
         plans = self.planner.prepare_all(single, ids)
         for invoke in invokes:

@@ -278,7 +278,7 @@ class VLLM(DescribedModel):
             PromptError: a prompt that cannot be traced in one step.
             PlanError: a plan that cannot be carried out on this model or prompt.
         """
-        invokes, constants = self._with_held_constants(invokes)
+        invokes, constants = self._with_held_constants(self._with_programs(invokes))
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
         traces: list[TraceRequest | None] = [None] * len(invokes)
         if code is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -22,9 +23,12 @@ class Apply(Edit):
     Args:
         site: one of `midstream.sites.LAYER_SITES`; at `attn_z` the program takes and returns all heads side by side.
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
-        program: a `midstream.plan.program.Program` of the site's width.
-        inputs: (site, layer) of each further input of the program, `[("resid_post", 2)]`: the values there before the plan's own edits.
-            The site itself may be one of them.
+        program: a function of the value, `[tokens, width]`, that returns the new one, or changes the value in place:
+            `lambda h: h - (h @ d)[:, None] * d`. It may do with each token's value what PyTorch can, without looking at numbers. It runs
+            on stand-ins, twice, when the plan meets a model, and what it did is sent as data. Or such data: a
+            `midstream.plan.program.Program` of the site's width.
+        inputs: (site, layer) of each further input of the program or the function, `[("resid_post", 2)]`: the values there before the
+            plan's own edits. The site itself may be one of them.
         phase, positions: as in `Steer`.
 
     Raises:
@@ -37,22 +41,25 @@ class Apply(Edit):
     site: str
     _: KW_ONLY
     layers: Any = "all"
-    program: Program
+    program: Program | Callable[..., Any]
     inputs: Any = ()
     phase: str = "both"
     positions: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.program, Program) or self.program.is_read:
-            raise fields.refuse("Apply.program", fields.shown(self.program), "a Program with one result")
+        if not callable(self.program) and (not isinstance(self.program, Program) or self.program.is_read):
+            raise fields.refuse("Apply.program", fields.shown(self.program), "a function, or a Program with one result")
         self.settle(inputs=self._points())
 
     def _points(self) -> tuple[Point, ...]:
-        given, count = self.inputs, len(self.program.inputs)
-        if not isinstance(given, (tuple, list)) or len(given) != count:
-            raise fields.refuse(
-                "Apply.inputs", fields.shown(given), f"a list of {count}, as the program has further inputs"
-            )
+        given, allowed = self.inputs, "a list of points"
+        is_right = isinstance(given, (tuple, list))
+        if isinstance(self.program, Program):
+            count = len(self.program.inputs)
+            allowed = f"a list of {count}, as the program has further inputs"
+            is_right = is_right and len(given) == count
+        if not is_right:
+            raise fields.refuse("Apply.inputs", fields.shown(given), allowed)
         found: list[Point] = []
         for i, each in enumerate(given):
             place = f"Apply.inputs[{i}]"
@@ -60,6 +67,15 @@ class Apply(Edit):
                 raise fields.refuse(place, fields.shown(each), "(site, layer)")
             found.append((fields.site(place, each[0]), fields.integer(place, each[1])))
         return tuple(found)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function still, which is recorded when the plan meets a model (`lowering.functions`)."""
+        return not isinstance(self.program, Program)
+
+    @property
+    def its_program(self) -> Program | None:
+        return self.program if isinstance(self.program, Program) else None
 
     @property
     def further(self) -> tuple[Point, ...]:
@@ -73,4 +89,4 @@ class Apply(Edit):
         return changed(found, inputs=inputs)
 
     def changes_nothing(self) -> bool:
-        return self.program.changes_nothing
+        return isinstance(self.program, Program) and self.program.changes_nothing
