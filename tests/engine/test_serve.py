@@ -10,7 +10,9 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import pickle
+import random
 import re
 import socket
 import sys
@@ -31,6 +33,7 @@ import pytest
 import torch
 from body_checks import distances
 from load_clients import request
+from mutations import mutated
 from plain_forward import PlainForward
 from plain_run import Ran
 from safetensors.torch import load, save
@@ -504,6 +507,63 @@ def test_what_is_no_sae_is_refused(server: Server, body: bytes, message: str) ->
     status, found = server.ask("POST", "/v1/midstream/saes/a", body, key=MINE)
     assert status == 400 and message in found["error"]["message"], found
     assert list(server.ask("GET", "/v1/midstream/saes")[1]["saes"]) == ["operators"]
+
+
+def test_mutated_bodies_with_probes_gates_and_saes_leave_neighbours_equal(server: Server) -> None:
+    """M7. A plain prompt that runs beside them all the time has the same answer. `MIDSTREAM_FUZZ=10000` sends more of them."""
+    probe = {**PROBE, "positions": "all", "stop_above": 30.0, "aggregate": "mean"}
+    edits = [STEER, {"kind": "clamp", "site": "mlp_out", "layers": [5], "direction": VECTOR.tolist(), "high": 1.0}]
+    feature = of_sae("capture", "operators", features=[3, 9], name="f")
+    good = [
+        [probe, {**PROBE, "name": "q", "layer": 6, "bias": 0.5, "activation": "sigmoid"}],
+        [{"kind": "when", "probe": {**PROBE, "layer": 2}, "above": -1.0, "below": 5.0, "then": edits}, probe],
+        [
+            feature,
+            of_sae("capture", "operators", top_k=8, name="t"),
+            of_sae("steer", "operators", feature=2, scale=3.0),
+        ],
+        [of_sae("clamp", "operators", feature=[3, 4], low=0.0, high=1.0, error_term=False), PROBE],
+        [
+            {
+                "kind": "when",
+                "probe": {**feature, "features": 3},
+                "above": 0,
+                "then": of_sae("ablate", "operators", feature=9),
+            }
+        ],
+    ]
+    count, over = int(os.environ.get("MIDSTREAM_FUZZ", "300")), threading.Event()
+    plain = {"model": "demo", "prompt": TOWER, "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+
+    def neighbour() -> set[str]:
+        answers = set()
+        while not over.is_set():
+            status, found = server.post("/v1/completions", plain, key=MINE)
+            answers.add(found["choices"][0]["text"] if status == 200 else str(found))
+        return answers
+
+    def send_one(seed: int) -> int:
+        rng = random.Random(seed)
+        body = {**plain, "prompt": FRANCE, "max_tokens": rng.randint(1, 6), "stream": rng.random() < 0.3}
+        body["midstream"] = {"plan": mutated(rng, rng.choice(good)) if rng.random() < 0.9 else rng.choice(good)}
+        return server.post("/v1/completions", json.dumps(body, allow_nan=True).encode(errors="replace"), key=THEIRS)[0]
+
+    before = server.post("/v1/completions", plain, key=MINE)[1]["choices"][0]["text"]
+    with ThreadPoolExecutor(9) as pool:
+        answers = pool.submit(neighbour)
+        try:
+            statuses = list(pool.map(send_one, range(count)))
+        finally:
+            over.set()
+        assert answers.result() == {before}
+    assert set(statuses) <= {200, 400, 413, 422} and statuses.count(200) > count // 10, {
+        s: statuses.count(s) for s in set(statuses)
+    }
+    gauges = server.ask("GET", "/v1/midstream/gauges", key=MINE)[1]
+    assert gauges["server"]["running_prompts"] == 0 and not any(worker["requests"] for worker in gauges["workers"]), (
+        gauges
+    )
+    print({status: statuses.count(status) for status in set(statuses)})
 
 
 # -------------------------------------------------------------------------------------------------------------- vectors

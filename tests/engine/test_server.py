@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -22,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 from limits import least
+from mutations import mutated
 from servers import SCALE_OUT, Server, serving
-from written_programs import program, redigested
+from written_programs import program
 
-from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
+from midstream import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Steer, When
 from midstream.plan.program import MAX_STEPS, Program
 from midstream.plan.steps import INPUT, Const, Ref
 from midstream.plan.values import Apply
@@ -259,6 +259,16 @@ def good_plans() -> list[dict[str, Any]]:
             ]
         ),
     ]
+    probe = Probe("resid_post", layer=1, weight=vector, name="p", stop_above=40.0, positions="all")
+    several = Probe(
+        "mlp_out", layer=2, weight=rng.normal(size=HIDDEN), bias=1.0, name="q", stop_below=-30.0, aggregate="ema"
+    )
+    edits = [Steer("resid_post", layers=[2, 3], vector=vector), Clamp("mlp_out", layers=4, direction=vector, high=1.0)]
+    edits.append(Apply("mlp_out", layers=[3], program=gate()))
+    plans += [
+        Plan.of([probe, several]),
+        Plan.of([When(probe, above=0.5, then=edits), When(several, above=-9.0, below=9.0, then=edits[0])]),
+    ]
     written = [json.loads(plan.to_json()) for plan in plans]
     clamp = {
         "kind": "clamp",
@@ -269,51 +279,6 @@ def good_plans() -> list[dict[str, Any]]:
         "high": 0.5,
     }
     return [*written, {"version": 1, "interventions": [clamp]}]
-
-
-ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**70, -(2**31) - 1, 1e308, -1e308, 1e39, 0.1, "", "x", "all", "resid_post", "zeros",
-    "\ud800", [], [0], [[]], {}, {"vector": "x"}, {"named": "calm"}, {"run": "f" * 32}, {"zeros": True}, {"span": "The"}, "a" * 9_999,
-    [0] * 3000, list(range(500)), {"consumer": "log"}, "/tmp/x", ["../x"], float("inf"), float("nan"),
-]  # fmt: skip
-
-
-def mutated(rng: random.Random, plan: Any) -> Any:
-    """A copy with one or two places changed."""
-    plan = copy.deepcopy(plan)
-    for _ in range(rng.randint(1, 2)):
-        places = list(_places(plan))
-        if not places:
-            return rng.choice(ODD)
-        holder, key = rng.choice(places)
-        match rng.randrange(6):
-            case 0 | 1:
-                holder[key] = copy.deepcopy(rng.choice(ODD))
-            case 2 if isinstance(holder, dict):
-                holder[
-                    rng.choice(["to", "kind", "site", "layer", "position", "extra", "source_layer", "version", "runs"])
-                ] = holder[key]
-            case 3 if isinstance(holder, dict):
-                del holder[key]
-            case 4 if isinstance(holder, list):
-                holder[:] = holder * rng.randint(0, 3)
-            case _ if isinstance(holder[key], (int, float)):
-                holder[key] = holder[key] * rng.choice([-1, 0, 1e6, 1e30])
-    if isinstance(plan, dict) and isinstance(plan.get("programs"), dict) and rng.random() < 0.9:
-        text = json.dumps(plan)
-        for old, given in plan["programs"].items():
-            (new,) = redigested({old: given}, plan.get("constants", {}))
-            text = text.replace(json.dumps(old), json.dumps(new))
-        plan = json.loads(text)
-    return plan
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) in it; of long lists of numbers the first alone."""
-    items = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
-    for key, item in items:
-        yield value, key
-        yield from _places(item)
 
 
 def send(server: Server, seed: int) -> int:

@@ -31,7 +31,9 @@ def redigested(programs: dict[str, Any], constants: Any) -> dict[str, Any]:
     found = {}
     for key, given in programs.items():
         try:
-            wire.read_programs("programs", {key: given}, wire.read_constants("constants", constants, False, 1 << 20))
+            wire.read_programs(
+                "programs", {key: given}, wire.read_constants("constants", constants, False, 1 << 20, {})
+            )
         except PlanError as error:
             if "not the digest of its content" in str(error):
                 key = str(error).split("'")[-2]

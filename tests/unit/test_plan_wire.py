@@ -230,7 +230,7 @@ REFUSED = [
     ({"interventions": [], 3: {}}, r"^a key of the plan is 3; allowed: a string"),
     ({"interventions": {}}, r"^interventions is \{\}; allowed: a list\.$"),
     ({"interventions": ["steer"]}, r"^interventions\[0\] is 'steer'; allowed: a dict"),
-    ({"interventions": [{}]}, r"^interventions\[0\]\.kind is None; allowed: 'patch' or 'steer' or .*'clamp' or .*'capture' or 'probe'\.$"),
+    ({"interventions": [{}]}, r"^interventions\[0\]\.kind is None; allowed: 'patch' or 'steer' or .*'clamp' or .*'probe' or 'sae'\.$"),
     ({"interventions": [{"kind": ["steer"]}]}, r"^interventions\[0\]\.kind is \['steer'\]; allowed: 'patch' or"),
     ({"interventions": [{"kind": "steer", "site": "resid_post"}]}, r"^interventions\[0\] \(steer\) has no 'vector'; it has"),
     (steer(layer=3), r"^interventions\[0\] \(steer\) has an unknown key 'layer': did you mean 'layers'\?"),

@@ -103,9 +103,9 @@ def _of_rows(
 
 
 def _refused(reason: str, line: int) -> PlanError:
-    where = f"line {line} of " if line else ""
+    where, reason = f"line {line} of " if line else "", reason.rstrip(".")
     return PlanError(
-        f"Apply.program: {where}the function cannot be a program: {reason.rstrip('.')}. Write a function of each token's value alone, with tensor "
+        f"Apply.program: {where}the function cannot be a program: {reason}. Write a function of each token's value alone, with tensor "
         "operations, such as torch.where in place of if; or a trace, which may do anything.",
         field="Apply.program",
     )
