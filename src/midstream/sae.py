@@ -28,6 +28,7 @@ from midstream.plan.ops import Apply, Steer
 from midstream.plan.ops.edit import Intervention
 from midstream.plan.probes import MAX_CLASSES, Probe
 from midstream.plan.program import HELD_BYTES
+from midstream.plan.running import run, unpacked
 from midstream.plan.steps import INPUT, Constant, DType, Ref
 from midstream.plan.writing import StepWriter
 
@@ -114,7 +115,7 @@ class SAE:
             shape = [{"H": self.width, "S": self.features}[axis] for axis in _SHAPES[name]]
             if list(weights[name].shape) != shape:
                 raise fields.refuse(f"SAE.{name}", f"of shape {list(weights[name].shape)}", str(shape))
-            self._weights[name] = weights[name].detach().float().cpu().clone()
+            self._weights[name] = weights[name].detach().float().cpu().clone(memory_format=torch.contiguous_format)
         self._rescales = self.architecture == "topk" and bool(config.get("rescale_acts_by_decoder_norm"))
         self._config = {
             "architecture": self.architecture,
@@ -186,6 +187,20 @@ class SAE:
 
     def __repr__(self) -> str:
         return f"SAE({self.architecture}, {self.features} features of {self.site} at layer {self.layer})"
+
+    # ------------------------------------------------------------------------------------------------------ on rows
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The activations of all features, float32 `[R, S]`, of rows `[R, hidden]` on any device."""
+        writer = StepWriter(self.width, "float32")
+        program = writer.program(self._activations(writer, self._normed(writer), None), keeps=True)
+        return unpacked(program, run(program, rows.float()))[0]
+
+    def reconstruct(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the SAE says them, float32 `[R, hidden]`."""
+        writer = StepWriter(self.width, "float32")
+        normed = self._normed(writer)
+        return run(writer.program(self._decoded(writer, self._activations(writer, normed, None), normed)), rows.float())
 
     # ------------------------------------------------------------------------------------------------------ interventions
 

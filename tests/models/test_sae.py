@@ -100,6 +100,8 @@ def test_features_are_those_of_saelens(model: Any, plain: Plain, saes: Any, kind
     theirs, mine = saes(kind, **options)
     rows = generated_with(plain, None, 6)[1].sites[POINT]
     acts = theirs.encode(rows).detach()
+    close(mine.encode(rows), acts)
+    close(mine.reconstruct(rows), theirs.decode(theirs.encode(rows)).detach())
     chosen = active(theirs, rows)[:7]
     plan = [
         mine.capture(chosen, name="chosen", positions="all"),

@@ -20,9 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import examples
+from mutations import mutated
 from plan_strategies import RUNS, plans
 
-from midstream import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
+from midstream import SAE, Capture, Clamp, Consumer, Patch, Plan, Probe, Span, Steer, When
 from midstream.engine.prefix_cache import block_key
 from midstream.errors import PlanError
 from midstream.plan import wire
@@ -477,3 +478,44 @@ def test_equal_plans_of_a_batch_go_to_the_workers_once():
     carried = [each["midstream"] for each in pickle.loads(sent)]
     assert all(each["plan"] == packed for each in carried)
     assert [each["trace"] for each in carried] == [{"index": i} for i in range(8)]
+
+
+def test_mutated_probes_gates_and_saes_raise_plan_errors_alone():
+    """M7. Seen failing: a bias that is no number, and a kind that is a list, raised TypeError."""
+    width, rng = 8, random.Random(11)
+    vector = np.arange(1.0, 1 + width)
+    weights = {
+        "W_enc": torch.ones(width, 4),
+        "W_dec": torch.ones(4, width),
+        "b_enc": torch.zeros(4),
+        "b_dec": torch.zeros(width),
+    }
+    sae = SAE({"architecture": "standard", "d_in": width, "d_sae": 4}, weights, site="mlp_out", layer=1)
+    probe = Probe("resid_post", layer=1, weight=vector, bias=0.5, name="p", stop_above=4.0, positions=[0, -1])
+    many = Probe("mlp_out", layer=1, weight=np.ones((width, 3)), bias=[1.0, 2.0, 3.0], activation="softmax", name="m")
+    edits = [
+        Steer("resid_post", layers=2, vector=vector),
+        sae.clamp(1, 0.0, 2.0),
+        Patch("resid_post", layer=2, position=0, source="zeros"),
+    ]
+    written = [
+        [probe, many],
+        [When(probe, above=0.5, below=3.0, then=edits)],
+        [sae.capture(top_k=2), sae.capture([1, 2], name="q"), sae.clamp([0, 3], high=1.0, error_term=False)],
+    ]
+    good = [json.loads(Plan.of(items).to_json()) for items in written]
+    named = [
+        {"kind": "sae", "sae": "s", "do": "capture", "top_k": 2, "name": "a"},
+        {"kind": "sae", "sae": "s", "do": "steer", "feature": 1, "scale": 2.0, "phase": "decode"},
+        {"kind": "when", "probe": {"kind": "sae", "sae": "s", "do": "capture", "features": 1}, "above": 0,
+         "then": [{"kind": "sae", "sae": "s", "do": "clamp", "feature": [1, 2], "high": 3.0}]},
+    ]  # fmt: skip
+    good.append({"interventions": named})
+    for plan in good:
+        assert Plan.from_wire(plan, trusted=False, saes={"s": sae})
+    kept = 0
+    for _ in range(examples(20_000)):
+        plan = mutated(rng, rng.choice(good))
+        with contextlib.suppress(PlanError):
+            kept += bool(Plan.from_wire(plan, trusted=False, saes={"s": sae}).hash)
+    assert kept > 100

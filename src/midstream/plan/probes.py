@@ -81,7 +81,7 @@ class Probe(Reading):
         else:
             self._check_program()
         classes = self.classes
-        bias = as_vector("Probe.bias", np.atleast_1d(np.asarray(self.bias, np.float32))).data.tolist()
+        bias = self._biases()
         if len(bias) not in (1, classes):
             raise fields.refuse("Probe.bias", f"{len(bias)} numbers", f"a number, or {classes}, as the weight has")
         if self.activation is not None:
@@ -122,6 +122,14 @@ class Probe(Reading):
     def words(self) -> int:
         """How many numbers of 4 bytes a token has."""
         return self.classes * (1 + self.has_indices)
+
+    def _biases(self) -> list[float]:
+        try:
+            with np.errstate(over="ignore"):
+                given = np.atleast_1d(np.asarray(self.bias, np.float32))
+        except (TypeError, ValueError) as error:
+            raise fields.refuse("Probe.bias", fields.shown(self.bias), "a number, or one for each score") from error
+        return as_vector("Probe.bias", given).data.tolist()  # type: ignore[no-any-return]
 
     def _check_program(self) -> None:
         program = self.program
@@ -200,7 +208,8 @@ def _columns(weight: Any) -> tuple[Vector, ...] | Named:
         return columns
     if not hasattr(weight, "ndim"):
         try:
-            weight = np.asarray(weight, np.float32)
+            with np.errstate(over="ignore"):
+                weight = np.asarray(weight, np.float32)
         except (TypeError, ValueError) as error:
             raise fields.refuse("Probe.weight", fields.shown(weight), f"{_WEIGHTS}, or a name") from error
     if weight.ndim == 1:

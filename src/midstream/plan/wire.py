@@ -299,9 +299,10 @@ class _PlanReader:
         return _list(place, value) if isinstance(value, list) else value
 
     def _part(self, place: str, value: Any) -> Intervention:
-        if isinstance(value, dict) and value.get("kind") in kinds() and kind_of(value["kind"]).part_fields:
-            raise fields.refuse(place, f"an edit of the kind {value['kind']!r}", "one that has no edits in it")
-        return self.intervention(place, value)
+        found = self.intervention(place, value)
+        if found.parts:
+            raise fields.refuse(place, f"an edit of the kind {found.kind!r}", "one that has no edits in it")
+        return found
 
     def _operand(self, place: str, value: dict[str, Any], may_be_run: bool) -> Any:
         match value:
