@@ -40,7 +40,7 @@ from safetensors.torch import load, save
 from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream import Remote, demo_model
+from midstream import Probe, Remote, demo_model
 from midstream import save as save_value
 from midstream.errors import PlanError, TracesNotAllowedError
 
@@ -507,6 +507,67 @@ def test_what_is_no_sae_is_refused(server: Server, body: bytes, message: str) ->
     status, found = server.ask("POST", "/v1/midstream/saes/a", body, key=MINE)
     assert status == 400 and message in found["error"]["message"], found
     assert list(server.ask("GET", "/v1/midstream/saes")[1]["saes"]) == ["operators"]
+
+
+def scores_in_metrics(server: Server, name: str) -> tuple[dict[str, float], float]:
+    """The number of scores at or below each bound, and the number of stops."""
+    lines = [line for line in server.ask("GET", "/metrics")[1].splitlines() if f'probe="{name}"' in line]
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    counts = {re.findall(r'le="(.*?)"', key)[0]: value for key, value in values.items() if "_bucket" in key}
+    return counts, next(value for key, value in values.items() if "stops_total" in key)
+
+
+def test_a_monitor_scores_every_request_and_may_end_it(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    """M6. Its scores are in the metrics and in nobody's response."""
+    start, expected = reference.ids(FRANCE).shape[1], expected_scores(reference, FRANCE)
+    scores = expected[start:].tolist()
+    monitor = {**PROBE, "name": "monitor"}
+    body = json.dumps({"plan": [monitor]}).encode()
+    assert server.ask("PUT", "/v1/midstream/plan", body, key=MINE)[0] == 403
+    assert server.ask("PUT", "/v1/midstream/plan", body, admin=ADMIN)[0] == 200
+    remote = Remote(server.url, THEIRS)
+    try:
+        answer = complete(client, FRANCE)
+        assert answer.choices[0].text == reference.text(FRANCE) and "midstream" not in (answer.model_extra or {})
+        counts, stops = scores_in_metrics(server, "monitor")
+        assert counts["+Inf"] == TOKENS - 1 and stops == 0
+        wanted = {bound: sum(score <= float(bound) for score in scores) for bound in counts}
+        assert counts == wanted and len(set(counts.values())) > 2
+        own = complete(client, FRANCE, field({**PROBE, "name": "mine"}), n=2, temperature=1.0, seed=1).midstream[
+            "scores"
+        ]
+        assert [list(each) for each in own] == [["mine"], ["mine"]]
+        output = remote.generate(FRANCE, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)[0]
+        assert not output.scores and not output.outputs[0].scores
+        assert "".join(e.choices[0].text for e in complete(client, FRANCE, stream=True)) == reference.text(FRANCE)
+        assert scores_in_metrics(server, "monitor")[0]["+Inf"] == 5 * (TOKENS - 1)
+        with pytest.raises(openai.BadRequestError, match=r"Probe\.name is 'monitor', as a probe of the server's"):
+            complete(client, FRANCE, field(monitor))
+        with pytest.raises(PlanError, match=r"Probe\.name is 'monitor', as a probe of the server's"):
+            remote.generate(FRANCE, plan=Probe("resid_post", layer=2, weight=VECTOR, name="monitor"), max_tokens=1)
+        at = max(range(len(scores)), key=scores.__getitem__)
+        stopping = {**monitor, "stop_above": sorted(scores)[-2] / 2 + scores[at] / 2}
+        assert server.ask("PUT", "/v1/midstream/plan", json.dumps({"plan": [stopping]}).encode(), admin=ADMIN)[0] == 200
+        for stopped in (
+            complete(client, FRANCE).choices[0],
+            complete(client, FRANCE, field(STEER | {"scale": 0.0})).choices[0],
+        ):
+            assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "probe:monitor")
+            assert stopped.text == reference.text(FRANCE, tokens=at + 1)
+        ended = remote.generate(FRANCE, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)[0].outputs[0]
+        assert ended.stop_reason == "probe:monitor" and len(ended.token_ids) == at + 1
+        assert complete(client, TOWER).choices[0].finish_reason in ("stop", "length")
+        assert scores_in_metrics(server, "monitor")[1] >= 3
+        for wrong in ([{**PROBE, "weight": [[1.0, 2.0]] * HIDDEN}], [CAPTURE]):
+            assert server.ask("PUT", "/v1/midstream/plan", json.dumps({"plan": wrong}).encode(), admin=ADMIN)[0] == 400
+    finally:
+        assert server.ask("DELETE", "/v1/midstream/plan", admin=ADMIN)[0] == 200
+        remote.close()
+    seen = scores_in_metrics(server, "monitor")
+    assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
+    assert scores_in_metrics(server, "monitor") == seen
 
 
 def test_mutated_bodies_with_probes_gates_and_saes_leave_neighbours_equal(server: Server) -> None:

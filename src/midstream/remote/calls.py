@@ -6,7 +6,7 @@ The call is msgpack. Code in it is pickled; the server loads it only if its oper
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -156,10 +156,14 @@ register_data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured
 
 
 class UpdateWriter:
-    """The server's side: turns the outputs of one request into messages."""
+    """The server's side: turns the outputs of one request into messages.
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    Args:
+        hidden: names of probes whose scores the client does not get.
+    """
+
+    def __init__(self, index: int, hidden: Collection[str] = ()) -> None:
+        self._index, self._hidden = index, hidden
         self._sent: dict[int, tuple[int, int, int]] = {}  # characters, tokens and scores, by sample
 
     def message(self, output: Any, result: InvokeResult | None) -> Update:
@@ -192,7 +196,7 @@ class UpdateWriter:
             _logprobs(sample.logprobs[tokens:] if sample.logprobs is not None else None),
             sample.finish_reason,
             sample.stop_reason,
-            chunks[scores:],
+            [chunk for chunk in chunks[scores:] if chunk[0] not in self._hidden],
         )
 
 

@@ -33,6 +33,7 @@ from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KI
 from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
+from midstream.serve.monitors import Monitors
 from midstream.serve.requests import (
     NO_ADMIN,
     Gate,
@@ -135,6 +136,7 @@ class Metrics:
         asyncio.run_coroutine_threadsafe(self._refresh(), self._loop)
         for name, value in self._server.gauges.items():
             yield GaugeMetricFamily(f"{NAME}_{name}", f"{NAME}: {name.replace('_', ' ')} of the server", value)
+        yield from self._server.monitors.metrics()
         for name in self._workers[0] if self._workers else ():
             family = GaugeMetricFamily(f"{NAME}_worker_{name}", f"{NAME}: {name.replace('_', ' ')}", labels=["worker"])
             for number, gauges in enumerate(self._workers):
@@ -342,7 +344,8 @@ async def get_plan(request: Request) -> dict[str, Any]:
 @router.put("/plan")
 @answering_errors
 async def set_plan(request: Request) -> Any:
-    """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
+    """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. Scores of its probes are in the
+    server's metrics. For administrators."""
     if not is_admin(request):
         return error_response(403, NO_ADMIN)
     server = server_of(request)
@@ -352,10 +355,12 @@ async def set_plan(request: Request) -> Any:
     served = await server.read(data.decode(errors="replace"), owner_of(request.headers))
     if served.answers or served.inline:
         raise RequestRefused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
-    if served.plan.readings:
-        text = "The engine-wide plan may have no captures and no probes: no client would get the rows and the scores."
+    if served.plan.captures:
+        text = "The engine-wide plan may have no captures: no client would get the rows."
         raise RequestRefused(400, text, f"{NAME}.plan")
+    Monitors.check(served.plan.probes)
     server.model.plan = served.plan
+    server.model.connection.watched = served.plan.probes
     return await get_plan(request)
 
 
@@ -365,6 +370,7 @@ async def clear_plan(request: Request) -> Any:
     if not is_admin(request):
         return error_response(403, NO_ADMIN)
     server_of(request).model.plan = None
+    server_of(request).model.connection.watched = ()
     return await get_plan(request)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -190,6 +190,7 @@ def _invoke(server: Server, asked: CallEntry, plans: Sequence[Plan], place: str)
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
             raise ParameterError(f"The call has no plan {asked.plan}.")
         plan = Plan() if asked.plan is None else plans[asked.plan]
+        server.check_probe_names(plan)
     with about(f"{place}.answers"):
         given = _loaded(asked.answers, _MAX_ANSWERS_BYTES, "A list of answers", PromptError, list[str | int])
         if len(given) > MAX_ANSWERS:
@@ -218,8 +219,9 @@ def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamE
 async def _messages(server: Server, stream: OutputStream, call: RemoteCall) -> AsyncGenerator[bytes]:
     """The messages for the client: outputs as they come, an error, and None as a sign of life."""
     sent, loop = SentTensors(), asyncio.get_running_loop()
+    hidden = {probe.name for probe in server.model.connection.watched}
     with server.counting_prompts(len(call.asked)):
-        async with contextlib.aclosing(_values(stream, call)) as values:
+        async with contextlib.aclosing(_values(stream, call, hidden)) as values:
             async for value in values:
                 packed = await loop.run_in_executor(None, partial(pack, value, sent, as_data=True))
                 for chunk in message_chunks(packed):
@@ -227,8 +229,8 @@ async def _messages(server: Server, stream: OutputStream, call: RemoteCall) -> A
                     await asyncio.sleep(0)  # gives way to other requests: a fast client never makes the server wait
 
 
-async def _values(stream: OutputStream, call: RemoteCall) -> AsyncGenerator[Any]:
-    writers = [UpdateWriter(index) for index in range(len(call.asked))]
+async def _values(stream: OutputStream, call: RemoteCall, hidden: Collection[str]) -> AsyncGenerator[Any]:
+    writers = [UpdateWriter(index, hidden) for index in range(len(call.asked))]
     loop, items = asyncio.get_running_loop(), with_heartbeats(stream.items())
     last = loop.time()
     try:

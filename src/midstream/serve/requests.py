@@ -42,6 +42,7 @@ from midstream.requests.invokes import Invoke, answers_of
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
+from midstream.serve.monitors import Monitors
 from midstream.settings import NAME
 from midstream.vllm.model import VLLM
 from midstream.vllm.stream import RunningRequest
@@ -81,6 +82,7 @@ class Server:
         model: the server's engine. `model.plan` is the engine-wide plan.
         captures: the rows that wait for download.
         saes: sparse autoencoders by name.
+        monitors: what the engine-wide plan's probes have found.
         owners: the owner of each named vector, SAE and run, by `("vectors" | "saes" | "runs", name)`.
         recording: the owner of each run that is being recorded, by its name.
         planned: how many prompts have run with a plan, including the engine-wide plan.
@@ -94,6 +96,8 @@ class Server:
         self.model = VLLM.attached(engine)
         self.captures = captures
         self.saes: dict[str, SAE] = {}
+        self.monitors = Monitors()
+        self.model.connection.note_scores = self.monitors.note
         self.owners: dict[tuple[str, str], bytes] = {}
         self.recording: dict[str, bytes] = {}
         self.planned = self.running = 0
@@ -165,6 +169,13 @@ class Server:
         check_strangers(plan, self.model.num_layers)
         self.model.planner.check(plan)
         return plan
+
+    def check_probe_names(self, plan: Plan) -> None:
+        """Raise PlanError if a request's probe has the name of one of the engine-wide plan."""
+        taken = {probe.name for probe in self.model.plan.probes}
+        for probe in plan.probes:
+            if probe.name in taken:
+                raise fields.refuse("Probe.name", f"{probe.name!r}, as a probe of the server's", "another name")
 
     def _read(self, given: Any, owner: bytes) -> ServedRequest:
         with _refusing(NAME):
@@ -499,6 +510,7 @@ class ServedRequest:
             given = [self.answers] if self.answers else []
             (answers,) = answers_of(given, 1, lambda: model.tokenizer, model.vocab_size)
         with _refusing():
+            self._server.check_probe_names(self.plan)
             if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
                 raise PlanError("A plan needs a prompt of tokens or text; this prompt has neither.")
             text = prompt if isinstance(prompt.get("prompt"), str) else prompt["prompt_token_ids"]
@@ -506,7 +518,7 @@ class ServedRequest:
             request = model.planned(invoke, dict(prompt), params)
             assert request.plan is not None
             probes, length = request.plan.plan.probes, len(prompt["prompt_token_ids"])
-            self._most_scores += params.n * _most_scores(probes, length, params.max_tokens or 0)
+            self._most_scores += params.n * _most_scores(self.plan.probes, length, params.max_tokens or 0)
             if self._most_scores > MAX_SCORES:  # the server's event loop writes them as JSON
                 allowed = f"up to {MAX_SCORES} over HTTP, all choices together: set a smaller max_tokens, or select fewer tokens"
                 raise fields.refuse("the plan", f"probes with {self._most_scores} scores", allowed)
@@ -521,8 +533,8 @@ class ServedRequest:
                     stream = generate(request.prompt, request.params, request_id, **rest)
                     async with contextlib.aclosing(running.outputs(stream)) as found:
                         async for output, result in found:
-                            if self.plan.probes:
-                                self._note_scores(number * params.n, output)
+                            if probes:
+                                self._note_scores(number * params.n, output, probes)
                             if result is not None:
                                 if result.error is not None:
                                     raise result.error
@@ -531,12 +543,12 @@ class ServedRequest:
 
         return outputs()
 
-    def _note_scores(self, first: int, output: Any) -> None:
-        """Note the scores that have come for a prompt's choices, of which `first` is the first."""
+    def _note_scores(self, first: int, output: Any, probes: Sequence[Probe]) -> None:
+        """Note the scores that have come for a prompt's choices, of which `first` is the first. `probes`: of all of its plan."""
         for sample in output.outputs:
             choice = first + sample.index
             self._scored.setdefault(choice, _ScoredChoice()).chunks = chunks_of(sample)
-            if stopping(self.plan.probes, sample.stop_reason) is not None:
+            if stopping(probes, sample.stop_reason) is not None:
                 self._stops[choice] = sample.stop_reason
 
     async def _finish(self, number: int, output: Any) -> None:

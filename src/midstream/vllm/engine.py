@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from midstream.capture.sinks import Sinks
 from midstream.engine import launch
 from midstream.errors import EngineClosedError, MidstreamError, TraceError
 from midstream.lowering.client_traces import Ending
+from midstream.plan.probes import Probe, ScoreChunk
 from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors, finish_cleanup
@@ -98,6 +99,9 @@ class EngineConnection:
             Settings.of(self.config).weight_bytes, partial(self.call_workers, "midstream_set_weights")
         )
         self._sending = asyncio.Lock()
+        # Probes of every request whose scores are for the engine's operator, and a function that takes these and who has ended a sample.
+        self.watched: Sequence[Probe] = ()
+        self.note_scores: Callable[[Sequence[ScoreChunk], str | None], object] = lambda scores, ended_by: None
         self.sweep_turns = SweepTurns(self.config.scheduler_config.max_num_batched_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None

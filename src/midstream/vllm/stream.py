@@ -25,7 +25,7 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
-from midstream.plan.probes import Scores, chunks_of, rows_end
+from midstream.plan.probes import Scores, chunks_of, rows_end, stopping
 from midstream.ranks.merge import merged_outcomes
 from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
@@ -165,6 +165,10 @@ class RunningRequest:
         self._following: asyncio.Future[None] | None = None  # takes captured rows as they arrive
         self.is_finished = False
         self._probes = request.plan.plan.probes if request.plan is not None else ()
+        watched = {probe.name for probe in connection.watched}
+        self._own_probes = [probe for probe in self._probes if probe.name not in watched]
+        self._watched = watched if len(self._own_probes) < len(self._probes) else set()
+        self._noted = [0] * self._samples  # of each sample's chunks of scores
         is_cumulative = request.params.output_kind.name != "DELTA"
         self._is_plain = (
             is_cumulative
@@ -219,6 +223,8 @@ class RunningRequest:
         """Put saves, captures and answers on an output. Returns the result with the last output, else None."""
         self._seen.update((sample.index, sample) for sample in output.outputs)
         self._count(output)
+        if self._watched:
+            self._note_scores(output)
         if output.finished and len(self._seen) == self._samples > 1:  # vLLM streams samples one by one
             output.outputs = [self._seen[i] for i in range(self._samples)]
         if self._answers is None:  # from the first output with a token: vLLM may stream each token once
@@ -235,11 +241,20 @@ class RunningRequest:
 
     def _scores(self) -> Scores | list[Scores]:
         """The scores that have come; those of each sample, if there are several."""
-        if not self._probes:
+        if not self._own_probes:
             return _NO_SCORES
         seen = [self._seen.get(i) for i in range(self._samples)]
-        each = [Scores(self._probes, chunks_of(sample) if sample is not None else ()) for sample in seen]
+        each = [Scores(self._own_probes, chunks_of(sample) if sample is not None else ()) for sample in seen]
         return each[0] if self._samples == 1 else each
+
+    def _note_scores(self, output: Any) -> None:
+        """Hand on the new scores of probes that are watched for all requests, and whether one has ended a sample."""
+        for sample in output.outputs:
+            chunks, first = chunks_of(sample), self._noted[sample.index]
+            self._noted[sample.index] = len(chunks)
+            new = [chunk for chunk in chunks[first:] if chunk[0] in self._watched]
+            by = stopping([probe for probe in self._probes if probe.name in self._watched], sample.stop_reason)
+            self._connection.note_scores(new, by if sample.finish_reason is not None else None)
 
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample. Their rows are final."""

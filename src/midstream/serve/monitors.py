@@ -1,0 +1,93 @@
+"""The probes of the engine-wide plan: they score every request's tokens, may end a request, and show in the server's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from midstream.plan import fields
+from midstream.plan.probes import Probe, ScoreChunk
+from midstream.settings import NAME
+
+# Of probabilities as of distances; the last counts all.
+BOUNDS = (
+    -100.0,
+    -30.0,
+    -10.0,
+    -3.0,
+    -1.0,
+    0.0,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    0.9,
+    0.95,
+    0.99,
+    1.0,
+    3.0,
+    10.0,
+    30.0,
+    100.0,
+    float("inf"),
+)
+
+
+class _Monitor:
+    """What one probe has found so far.
+
+    Attributes:
+        counts: of the scores below each of the bounds and not below the one before; NaN counts nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(len(BOUNDS), np.int64)
+        self.stops = 0
+
+
+class Monitors:
+    """What the engine-wide plan's probes have found, by their names. It stays when the plan goes."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Monitor] = {}
+
+    @staticmethod
+    def check(probes: Sequence[Probe]) -> None:
+        """Raise PlanError for probes that a histogram cannot show."""
+        for probe in probes:
+            if probe.classes > 1:
+                raise fields.refuse(
+                    "Probe.weight", f"of {probe.classes} scores a token", "one for a probe of the engine-wide plan"
+                )
+
+    def note(self, chunks: Sequence[ScoreChunk], ended_by: str | None) -> None:
+        """Scores have come for tokens of a request; `ended_by`: the probe that has ended it."""
+        if ended_by is not None:
+            self._of(ended_by).stops += 1
+        for name, _, scores in chunks:
+            monitor, values = self._of(name), np.frombuffer(scores, np.float32)
+            values = values[~np.isnan(values)]
+            monitor.counts += np.bincount(np.searchsorted(BOUNDS, values), minlength=len(BOUNDS))
+
+    def _of(self, name: str) -> _Monitor:
+        return self._found.setdefault(name, _Monitor())
+
+    def metrics(self) -> Iterator[Metric]:
+        """In Prometheus form."""
+        found = list(self._found.items())
+        scores = HistogramMetricFamily(
+            f"{NAME}_probe_score", "Scores of tokens by a probe of the engine-wide plan", labels=["probe"]
+        )
+        stops = CounterMetricFamily(
+            f"{NAME}_probe_stops", "Requests that a probe of the engine-wide plan has ended", labels=["probe"]
+        )
+        for name, monitor in found:
+            below = monitor.counts.cumsum().tolist()
+            bounds = [str(bound) if bound != float("inf") else "+Inf" for bound in BOUNDS]
+            scores.add_metric([name], list(zip(bounds, below, strict=True)), None)
+            stops.add_metric([name], monitor.stops)
+        if found:
+            yield from (scores, stops)
