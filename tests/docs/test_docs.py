@@ -32,7 +32,7 @@ from servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
-SERVED = ["docs/serving.md", "docs/recipes/inspect.md"]
+SERVED = ["docs/serving.md", "docs/recipes/inspect.md", "docs/recipes/monitor.md"]
 URL, KEY, ADMIN_KEY = "http://localhost:8000", "my-key", "my-admin-key"  # of the server, on the pages
 FENCE = re.compile(r"^( *)```(\w*) ?(.*)$")
 EXPECTED = re.compile(r"# -> (.*)$", re.MULTILINE)
@@ -221,6 +221,7 @@ RECIPES = {
     "heads": 'heads="all"',
     "coarse-to-fine": "coarse=(",
     "sae": "sae_weights.safetensors",
+    "monitor": "engine_plan = Probe(",
 }
 
 
