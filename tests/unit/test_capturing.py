@@ -131,6 +131,7 @@ class SamplingParams(NamedTuple):
 class Connection(NamedTuple):
     is_async: bool
     stages: int
+    watched: tuple[()] = ()
 
     def follow(self, rows: RowReceiver, box: Mailbox, pool: Any) -> asyncio.Future[None]:
         return asyncio.ensure_future(rows.follow(box, pool if self.is_async else None))

@@ -225,8 +225,9 @@ class TraceModel(Sizes):
 
     def _with_programs(self, invokes: Sequence[Invoke]) -> list[Invoke]:
         """The invokes with the functions of their plans recorded, each plan's once. Raises PlanError for one that cannot be a program."""
-        plans = {id(invoke.plan): with_programs(invoke.plan, self.facts) for invoke in invokes if invoke.plan}
-        return [replace(invoke, plan=plans.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
+        plans = {id(invoke.plan): invoke.plan for invoke in invokes if invoke.plan and invoke.plan.has_functions}
+        recorded = {key: with_programs(plan, self.facts) for key, plan in plans.items()}
+        return [replace(invoke, plan=recorded.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
 
     async def _results(self, running: OutputStream) -> list[InvokeResult]:
         """The results of requests. Raises their errors."""

@@ -23,13 +23,6 @@ from midstream.trace.record import record_function
 _ROWS = (7, 11)  # the function is recorded for each of these numbers of tokens, and has to do the same
 
 
-def has_functions(plan: Plan) -> bool:
-    """Whether the plan has functions to record."""
-    return any(
-        isinstance(part, Apply) and part.is_function for item in plan.interventions for part in (item, *item.parts)
-    )
-
-
 def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
     """The plan with programs in place of functions.
 
@@ -37,8 +30,6 @@ def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
         PlanError: a function is not row-wise, depends on more than the value, or uses an operation that programs do not have. The message
             has its line and the reason.
     """
-    if not has_functions(plan):
-        return plan
     return Plan(tuple(one for item in plan.interventions for one in _recorded(item, facts)))
 
 

@@ -175,6 +175,12 @@ class Plan:
         """Its captures and probes."""
         return self.captures + self.probes
 
+    @cached_property
+    def has_functions(self) -> bool:
+        """Whether an `Apply` has a function, which a model of midstream records."""
+        each = (part for item in self.interventions for part in (item, *item.parts))
+        return any(isinstance(part, Apply) and part.is_function for part in each)
+
     def values(self) -> Iterator[Vector | Named | RecordedRun | Zeros]:
         """The operands of all its interventions."""
         return (value for item in self.interventions for part in (item, *item.parts) for _, value in part.values())
