@@ -556,6 +556,21 @@ def test_a_monitor_scores_every_request_and_may_end_it(
         ):
             assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "probe:monitor")
             assert stopped.text == reference.text(FRANCE, tokens=at + 1)
+        early = {**monitor, "positions": "last_prompt", "stop_above": -1e6}
+        assert server.ask("PUT", "/v1/midstream/plan", json.dumps({"plan": [early]}).encode(), admin=ADMIN)[0] == 200
+        for stream in (
+            complete(client, FRANCE, stream=True),
+            complete(client, FRANCE, field({**STEER, "scale": 0.0}), stream=True),
+        ):
+            (end,) = [choice for event in stream for choice in event.choices if choice.finish_reason]
+            assert (end.text, end.finish_reason, end.stop_reason) == ("", "stop", "probe:monitor")
+        messages: Any = [{"role": "user", "content": FRANCE}]
+        chat = client.chat.completions.create(model="demo", messages=messages, max_tokens=2, stream=True)
+        (end,) = [choice for event in chat for choice in event.choices if choice.finish_reason]
+        assert (end.delta.content, end.finish_reason, end.stop_reason) == (None, "stop", "probe:monitor")
+        response = client.responses.create(model="demo", input=FRANCE, max_output_tokens=2)
+        assert response.midstream["stop_reason"] == "probe:monitor" and not response.output_text
+        assert server.ask("PUT", "/v1/midstream/plan", json.dumps({"plan": [stopping]}).encode(), admin=ADMIN)[0] == 200
         ended = remote.generate(FRANCE, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)[0].outputs[0]
         assert ended.stop_reason == "probe:monitor" and len(ended.token_ids) == at + 1
         assert complete(client, TOWER).choices[0].finish_reason in ("stop", "length")

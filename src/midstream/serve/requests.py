@@ -601,18 +601,30 @@ class ServedRequest:
         new = scored.new(self.plan.probes) if scored is not None else {}
         return f"{event[:end]}, {json.dumps(NAME)}: {json.dumps({'scores': new})}{event[end:]}" if new else event
 
+    def _end_of(self, choice: int, chunk: Mapping[str, Any]) -> dict[str, Any]:
+        """The last event's entry for a choice that a probe has ended before its first token: vLLM sends no event for it."""
+        end = {"index": choice, "finish_reason": "stop", "stop_reason": self._stops[choice], "logprobs": None}
+        is_chat = str(chunk.get("object", "")).startswith("chat")
+        return {**end, "delta": {}} if is_chat else {**end, "text": ""}
+
     async def streamed(self, events: AsyncIterator[Any]) -> AsyncGenerator[Any]:
         """A stream's events, each with the scores that have come with its tokens. The field comes in one more event before `[DONE]`, or in
         the response of the last event.
         """
         chunk: dict[str, Any] = {}
+        ended = set[int]()  # the choices whose end an event has told
         async for event in events:
             if isinstance(event, str):
-                if event == _DONE and (found := self.answer()):
-                    yield f"data: {json.dumps({**chunk, 'choices': [], NAME: found})}\n\n"
-                elif not chunk and event.startswith("data: {"):
+                if event == _DONE:
+                    choices = [self._end_of(choice, chunk) for choice in sorted(self._stops.keys() - ended)]
+                    if (found := self.answer()) or choices:
+                        yield f"data: {json.dumps({**chunk, 'choices': choices, NAME: found})}\n\n"
+                elif event.startswith("data: {") and (not chunk or '"finish_reason":"' in event):
                     about = json.loads(event[len("data: ") :])
-                    chunk = {name: about[name] for name in ("id", "object", "created", "model") if name in about}
+                    chunk = chunk or {
+                        name: about[name] for name in ("id", "object", "created", "model") if name in about
+                    }
+                    ended |= {each["index"] for each in about.get("choices", ()) if each.get("finish_reason")}
                 if self.plan.probes:
                     event = self._with_scores(event)
             elif self.plan.probes and getattr(event, "type", "") == "response.output_text.delta":
@@ -629,13 +641,20 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
     async def create(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
         server = Server.of(self.engine_client)
-        if server is None or not (extra or xargs):
+        if server is None:
+            return await original(self, request, raw_request, *args, **kwargs)
+        is_watched = any(probe.stops for probe in server.model.plan.probes)
+        if not (extra or xargs or is_watched):
             return await original(self, request, raw_request, *args, **kwargs)
         if (key := misspelt_key(extra)) is not None:
             raise as_client_error(misspelt_key_error("The request", key))
         given = extra.get(NAME, xargs.get(NAME))
         if given is None:
-            return await original(self, request, raw_request, *args, **kwargs)
+            if not is_watched or getattr(request, "use_beam_search", False) or getattr(request, "background", False):
+                return await original(self, request, raw_request, *args, **kwargs)
+            return await answered(
+                self, request, raw_request, ServedRequest(server, Plan(), [], False, b""), *args, **kwargs
+            )
         with _refusing(NAME):
             if NAME in extra and NAME in xargs:
                 raise PlanError(f"The plan was given twice: as {NAME!r}, and in vllm_xargs.")
@@ -646,7 +665,12 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
                     raise PlanError(f"{mode} takes no plan: leave one of them out.")
         served = await server.read(given, owner_of(raw_request.headers if raw_request is not None else {}))
         extra.pop(NAME, None)
-        request.vllm_xargs = {**xargs, NAME: served}
+        return await answered(self, request, raw_request, served, *args, **kwargs)
+
+    async def answered(
+        self: Any, request: Any, raw_request: Any, served: ServedRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        request.vllm_xargs = {**(request.vllm_xargs or {}), NAME: served}
         response = await original(self, request, raw_request, *args, **kwargs)
         if hasattr(response, "__aiter__"):
             return served.streamed(response)
