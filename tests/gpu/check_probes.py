@@ -1,4 +1,4 @@
-"""Probes on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
+"""Probes, gates and features on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
 
 python tests/gpu/check_probes.py --runner v2 --float32
 python tests/gpu/check_probes.py --tp 2   # two GPUs
@@ -25,7 +25,7 @@ def main() -> int:
 
     import torch
 
-    from midstream import VLLM, Capture, Probe, Steer, demo_model
+    from midstream import SAE, VLLM, Capture, Clamp, Probe, Steer, When, demo_model
 
     made = torch.Generator().manual_seed(0)
 
@@ -114,7 +114,71 @@ def main() -> int:
                 tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
                 assert len(output.scores["p"]) >= tokens - 1
 
-        checks = [own_probes, before_and_after_a_steer, another_site, stops, streamed]
+        async def gates() -> None:
+            """Each request has a gate of its own, at its probe's site and at a later one. Other rows keep their bits."""
+            plans: list[Any] = []
+            for i in range(24):
+                probe = Probe("resid_post", layer=LAYER, weight=weights[i % 8], name="p", positions="all")
+                bound = {"above" if i % 2 else "below": float(i % 5) / 4}
+                edits = [Steer("resid_post", layers=[LAYER, LAYER + 2], vector=weights[(i + 1) % 8] * 8), clamp]
+                captures = [
+                    Capture("resid_post", layers=[LAYER, LAYER + 2], positions="all", when=when)
+                    for when in ("before", "after")
+                ]
+                plans.append([probe, When(probe, **bound, then=edits), *captures] if i % 6 else None)
+            for _ in range(3):
+                for i, output in enumerate(await generated([PROMPTS[i % 3] for i in range(24)], plans)):
+                    if plans[i] is None:
+                        continue
+                    score, gate = output.scores["p"][:, 0], plans[i][1]
+                    acts = score > gate.above if gate.above is not None else score < gate.below
+                    for layer in (LAYER, LAYER + 2):
+                        before, after = (
+                            output.captures["resid_post", layer, when].cpu() for when in ("before", "after")
+                        )
+                        before, after = before[: len(acts)], after[: len(acts)]
+                        wanted = before.double() + acts[:, None] * torch.tensor(gate.then[0].vector.data).double()
+                        if layer == LAYER:
+                            along = (wanted @ direction)[:, None]
+                            wanted += acts[:, None] * (along.clamp(-0.5, 0.5) - along) * direction
+                        assert torch.equal(before[~acts], after[~acts])
+                        torch.testing.assert_close(
+                            after.double(), wanted, rtol=2e-2, atol=2e-1 if not arguments.exact else 1e-2
+                        )
+
+        direction = (weights[5] / weights[5].norm()).double()
+        clamp = Clamp("resid_post", layers=LAYER, direction=weights[5], low=-0.5, high=0.5)
+
+        async def features() -> None:
+            """An SAE that the workers hold: its top features, clamps of some, and a gate by another."""
+            features = 4096
+            config = {"architecture": "jumprelu", "d_in": width, "d_sae": features}
+            encoder = torch.randn(width, features, generator=made) / 16
+            arrays = {
+                "W_enc": encoder, "W_dec": encoder.T.contiguous(), "b_enc": torch.zeros(features), "b_dec": torch.zeros(width),
+                "threshold": torch.rand(features, generator=made),
+            }  # fmt: skip
+            sae = SAE(config, arrays, site="resid_post", layer=LAYER)
+            capture = [Capture("resid_post", layers=LAYER, positions="all", when=when) for when in ("before", "after")]
+            plans: list[Any] = [
+                [sae.capture(top_k=1 + i % 16, name="f", positions="all"), sae.clamp([i, i + 1], high=0.25), *capture]
+                for i in range(12)
+            ]
+            for output, plan in zip(await generated([PROMPTS[i % 3] for i in range(12)], plans), plans, strict=True):
+                before, after = (rows_of(output, when).float() for when in ("before", "after"))
+                acts, count = sae.encode(before), plan[0].classes
+                top, indices = output.scores["f"], output.scores.indices["f"]
+                torch.testing.assert_close(top, acts.topk(count).values, rtol=1e-2, atol=2e-2)
+                torch.testing.assert_close(
+                    acts.gather(1, indices.clamp(min=0)) * (indices >= 0), top, rtol=1e-2, atol=2e-2
+                )
+                one = plans.index(plan)
+                change = (acts[:, one : one + 2].clamp(max=0.25) - acts[:, one : one + 2]) @ encoder.T[one : one + 2]
+                torch.testing.assert_close(
+                    after, before + change, rtol=2e-2, atol=2e-1 if not arguments.exact else 1e-2
+                )
+
+        checks = [gates, features, own_probes, before_and_after_a_steer, another_site, stops, streamed]
         loop = asyncio.get_running_loop()
 
         def blocking(check: Any) -> Any:
