@@ -118,12 +118,16 @@ class Row:
 def plan_rows(model: Any, load: Load) -> list[Row]:
     import torch
 
-    from midstream import Capture, Probe, Steer
+    from midstream import SAE, Capture, Probe, Steer, When
 
     vector = torch.full((model.hidden_size,), 0.01)
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(model.hidden_size, generator=random) for _ in range(load.count)]
     middle = model.num_layers // 2
+    encoder, decoder = sae(model.hidden_size)
+    biases = {"b_enc": torch.zeros(FEATURES), "b_dec": torch.zeros(model.hidden_size)}
+    config = {"architecture": "standard", "d_in": model.hidden_size, "d_sae": FEATURES}
+    features = SAE(config, {"W_enc": encoder, "W_dec": decoder, **biases}, site="resid_post", layer=middle)
     return [
         Row("no plan"),
         Row("every request steered, one layer", [Steer("resid_post", layers=[middle], vector=vector)]),
@@ -136,6 +140,20 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
             "a probe of its own in each request",
             [[Probe("resid_post", layer=middle, weight=w, name="p")] for w in weights],
         ),
+        Row(
+            "a gate and a steer of its own in each request",
+            [
+                [
+                    When(
+                        Probe("resid_post", layer=middle, weight=w, name="p"),
+                        above=0.0,
+                        then=Steer("resid_post", layers=middle, vector=w),
+                    )
+                ]
+                for w in weights
+            ],
+        ),
+        Row(f"the top 32 of {FEATURES:,} features of every generated token", [features.capture(top_k=32)]),
     ]
 
 
