@@ -104,18 +104,25 @@ class SAE:
         self.width = fields.integer("SAE.d_in", config.get("d_in"), 1)
         self.features = fields.integer("SAE.d_sae", config.get("d_sae"), 1)
         self._norm = fields.one_of("SAE.normalize_activations", config.get("normalize_activations", "none"), _NORMS)
-        self._subtracts = bool(config.get("apply_b_dec_to_input", True))
+        self._subtracts = fields.flag("SAE.apply_b_dec_to_input", config.get("apply_b_dec_to_input", True))
         self._k = _within("SAE.k", config.get("k"), 1, self.features) if self.architecture == "topk" else 0
-        hook = (config.get("metadata") or {}).get("hook_name") or ""
+        metadata = config.get("metadata") or {}
+        hook = (metadata.get("hook_name") if isinstance(metadata, Mapping) else None) or ""
+        if not isinstance(hook, str):
+            raise fields.refuse("SAE.metadata", fields.shown(metadata), "a dict with a hook_name")
         self.site, self.layer = _place(hook, site, layer)
         self._weights: dict[str, torch.Tensor] = {}
         for name in ("W_enc", "W_dec", "b_dec", *_NEEDED[self.architecture]):
-            if name not in weights:
-                raise fields.refuse(f"SAE.{name}", "missing", f"a tensor of {_SHAPES[name]}")
+            if not isinstance(weights.get(name), torch.Tensor):
+                given = fields.shown(weights[name]) if name in weights else "missing"
+                raise fields.refuse(f"SAE.{name}", given, f"a tensor of {_SHAPES[name]}")
             shape = [{"H": self.width, "S": self.features}[axis] for axis in _SHAPES[name]]
             if list(weights[name].shape) != shape:
                 raise fields.refuse(f"SAE.{name}", f"of shape {list(weights[name].shape)}", str(shape))
             self._weights[name] = weights[name].detach().float().cpu().clone(memory_format=torch.contiguous_format)
+        for name, weight in self._weights.items():
+            if not bool(torch.isfinite(weight).all()):
+                raise fields.refuse(f"SAE.{name}", "not finite", "finite numbers")
         self._rescales = self.architecture == "topk" and bool(config.get("rescale_acts_by_decoder_norm"))
         self._config = {
             "architecture": self.architecture,
@@ -192,15 +199,20 @@ class SAE:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """The activations of all features, float32 `[R, S]`, of rows `[R, hidden]` on any device."""
-        writer = StepWriter(self.width, "float32")
+        writer, rows = StepWriter(self.width, "float32"), self._checked_rows("encode", rows)
         program = writer.program(self._activations(writer, self._normed(writer), None), keeps=True)
-        return unpacked(program, run(program, rows.float()))[0]
+        return unpacked(program, run(program, rows))[0] if len(rows) else rows.new_empty(0, self.features)
 
     def reconstruct(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows as the SAE says them, float32 `[R, hidden]`."""
-        writer = StepWriter(self.width, "float32")
+        writer, rows = StepWriter(self.width, "float32"), self._checked_rows("reconstruct", rows)
         normed = self._normed(writer)
-        return run(writer.program(self._decoded(writer, self._activations(writer, normed, None), normed)), rows.float())
+        return run(writer.program(self._decoded(writer, self._activations(writer, normed, None), normed)), rows)
+
+    def _checked_rows(self, method: str, rows: torch.Tensor) -> torch.Tensor:
+        if rows.ndim != 2 or rows.shape[1] != self.width:
+            raise fields.refuse(f"SAE.{method}: rows", f"of shape {list(rows.shape)}", f"[rows, {self.width}]")
+        return rows.float()
 
     # ------------------------------------------------------------------------------------------------------ interventions
 
@@ -402,7 +414,10 @@ class SAE:
     def _directions(self) -> torch.Tensor:
         """What one unit of each feature's activation adds, `[S, H]`."""
         decoder = self._weights["W_dec"]
-        return decoder / decoder.norm(dim=-1, keepdim=True) if self._rescales else decoder
+        if not self._rescales:
+            return decoder
+        norms_S1 = decoder.norm(dim=-1, keepdim=True)
+        return decoder / norms_S1.where(norms_S1 > 0, torch.ones_like(norms_S1))  # a dead feature adds nothing
 
     @cached_property
     def _constants(self) -> dict[str, Constant]:

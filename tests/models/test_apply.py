@@ -111,6 +111,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "other widths": (lambda h: h[:, :3], "cannot be a program"),
     "some tokens": (lambda h: torch.cat([h[:1] * 2, h[1:]]), "cannot be a program"),
     "number of tokens": (lambda h: h * h.shape[0], "cannot be a program"),
+    "their remainder": (lambda h: h * (h.shape[0] % 4), "depends on the number of tokens"),
+    "more than a number": (lambda h: h * 2 if h.shape[0] > 5 else h, "depends on the number of tokens"),
+    "a certain number": (lambda h: h * 2 if h.size(0) == 5 else h, "depends on the number of tokens"),
+    "their length": (lambda h: h * 2 if len(h) == 1 else h, "depends on the number of tokens"),
+    "at most": (lambda h: h * min(h.shape[0], 5), "depends on the number of tokens"),
+    "a loop over tokens": (lambda h: [h := h * 0.9 for _ in range(h.shape[0])][-1], "cannot be a program"),
+    "a slice of a list": (lambda h: h * sum([1, 2, 3, 4][: h.shape[0]]), "something else each time"),
+    "a table": (lambda h: h * {5: 2.0}.get(h.shape[0], 1.0), "depends on the number of tokens"),
+    "numbers in all": (lambda h: h * (h.numel() // 256), "depends on the number of tokens"),
+    "a single row": (lambda h: V, "it returns a tensor of shape"),
     "random": (lambda h: h + torch.randn(HIDDEN), "cannot be a program"),
     "random numbers": (lambda h: h * random.random(), "cannot be a program"),
     "prints": (lambda h: print(h.shape) or h, "cannot be a program"),
@@ -135,8 +145,15 @@ def test_state_and_wrong_places_are_refused(model: Any) -> None:
         calls.append(1)
         return h * len(calls)
 
+    count = [0]
+
+    def every_second(h: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return h * ((count[0] + 1) // 2)
+
     for edit, message in (
         (Apply("resid_post", layers=3, program=counts), "something else each time"),
+        (Apply("resid_post", layers=3, program=every_second), "something else each time"),
         (Apply("resid_post", layers=99, program=lambda h: h), "Apply.layers is 99"),
         (
             Apply("resid_post", layers=3, program=lambda h, x: h, inputs=[("mlp_out", 99)]),

@@ -236,6 +236,24 @@ def test_files_and_weights_that_are_none(model: Any, saes: Any, tmp_path: Path) 
         SAE(config, {**weights, "W_dec": weights["W_enc"]})
     with pytest.raises(PlanError, match=r"SAE.site is not given, and the hook's name is 'model.layers.4'"):
         SAE({**config, "metadata": {"hook_name": "model.layers.4"}}, weights)
+    for name, wrong, message in (
+        ("b_enc", [0.0] * FEATURES, r"SAE.b_enc is a list"),
+        ("W_dec", torch.full((FEATURES, HIDDEN), float("nan")), r"SAE.W_dec is not finite"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            SAE(config, {**weights, name: wrong})
+    for changes, message in (
+        ({"metadata": {"hook_name": 5}}, "SAE.metadata"),
+        ({"apply_b_dec_to_input": "False"}, "SAE.apply_b_dec"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            SAE({**config, **changes}, weights)
+    with pytest.raises(PlanError, match=r"SAE.encode: rows is of shape \[256\]"):
+        SAE.of(theirs).encode(torch.ones(HIDDEN))
+    assert SAE.of(theirs).encode(torch.ones(0, HIDDEN)).shape == (0, FEATURES)
+    dead = {**weights, "W_dec": torch.cat([torch.zeros(1, HIDDEN), weights["W_dec"][1:]])}
+    of_top = SAE({**config, "architecture": "topk", "k": 3, "rescale_acts_by_decoder_norm": True}, dead)
+    assert not of_top.direction(0).any() and of_top.reconstruct(torch.ones(1, HIDDEN)).isfinite().all()
     assert SAE.of(theirs, layer=2).layer == 2 and SAE.of(theirs, site="mlp_out").site == "mlp_out"
     wide = SAE.of(theirs, site="mlp_act")
     for item in (wide.capture(1), wide.ablate(1)):

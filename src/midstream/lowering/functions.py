@@ -17,10 +17,12 @@ from midstream.plan.ops import Apply
 from midstream.plan.ops.edit import Intervention, changed
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import Point
+from midstream.trace.code import FunctionProgram
 from midstream.trace.graph import Value
-from midstream.trace.record import record_function
+from midstream.trace.record import fingerprint, record_function
 
-_ROWS = (7, 11)  # the function is recorded for each of these numbers of tokens, and has to do the same
+# The function is recorded for each of these numbers of tokens, and has to do the same. The first is a prime: see `Notes.rows`.
+_ROWS = (1009, 2)
 
 
 def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
@@ -68,8 +70,10 @@ def _made(item: Apply, width: int, layer: int, facts: ModelFacts) -> Made:
         )
     sizes = [width, *(facts.widths[point] for point in item.inputs)]
     function: Any = item.program
+    before = fingerprint([[FunctionProgram(function)]])
     first, second = (_of_rows(function, points, sizes, facts.dtype, rows) for rows in _ROWS)
-    if first.program != second.program or first.inputs != second.inputs:
+    same_variables = fingerprint([[FunctionProgram(function)]]) == before
+    if first.program != second.program or first.inputs != second.inputs or not same_variables:
         raise _refused("it does something else each time it is called, or for another number of tokens", 0)
     return first
 
@@ -79,9 +83,11 @@ def _of_rows(
 ) -> Made:
     kind = getattr(torch, dtype)
     values = [Value("read", point, shape=(rows, size), dtype=kind) for point, size in zip(points, sizes, strict=True)]
-    found, reason, line = record_function(function, values, torch.device("cpu"))
+    found, reason, line = record_function(function, values, torch.device("cpu"), rows if rows == _ROWS[0] else None)
     if reason is not None or found is None:
         raise _refused(reason or "it returns no tensor", line)
+    if found.shape != values[0].shape:
+        raise _refused(f"it returns a tensor of shape {list(found.shape)} for {list(values[0].shape)}", line)
     reader = RowwiseReader(values[0], line)
     reader.may_use = lambda point: point in points[1:]
     try:

@@ -200,6 +200,8 @@ class Plan:
         Raises:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
         """
+        if num_layers and any(item.at_layers[0] < 0 for item in self.interventions if item.at_layers != "all"):
+            return counted_from_0(self, num_layers).normal(num_layers, prompt_length)
         probes = [probe.placed(prompt_length) for probe in sorted(self.probes, key=lambda probe: probe.name)]
         for probe in probes:
             probe.layers_in(num_layers or 0)

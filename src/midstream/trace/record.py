@@ -214,25 +214,29 @@ def record(
 
 
 def record_function(
-    function: Callable[..., Any], values: Sequence[Value], device: torch.device
+    function: Callable[..., Any], values: Sequence[Value], device: torch.device, rows: int | None
 ) -> tuple[Value | None, str | None, int]:
     """Run a function of tensors on stand-ins.
 
     Args:
         values: of the stand-ins that it gets. A function that returns None has changed the first of them.
+        rows: as of `Notes`.
 
     Returns:
         what it returns, None if that is no tensor; why it cannot be recorded, None if it can; and the line of its last operation.
     """
+    importlib.import_module("torch._dynamo")  # as in `Model`
     code = getattr(inspect.unwrap(function), "__code__", None)
     notes = Notes(device, code.co_filename if code is not None else "", True, {})
+    notes.rows = rows
     notes.steps.append(StepGraph(values[0].shape[0]))
     given, printed = [notes.new(value) for value in values], _PrintedOutput()
     found: Any = None
     try:
         with _seeing(notes, printed, False):
             found = function(*given)
-            found = notes.value_of(given[0] if found is None else found) if found is None or _is_tensor(found) else None
+        found = given[0] if found is None else found
+        found = notes.value_of(found) if _is_tensor(found) else None
     except Ended:
         pass
     except Exception as error:

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
-from midstream.tree import lazy_copy, leaves, map_tensors, objects_in, unwritten
+from midstream.tree import lazy_copy, leaves, map_objects, map_tensors, objects_in, unwritten
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
@@ -138,6 +139,25 @@ class Number:
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
 
 
+class RowCount(int):
+    """The number of rows of a stand-in whose rows may be of any number. It may only be a size of another tensor, as in `h.view(h.shape[0],
+    8, -1)`: whatever else depends on it ends the recording.
+    """
+
+    end: Callable[[str], NoReturn]
+    times: int  # the size, in rows
+
+    def _used(self, *_: Any) -> NoReturn:
+        self.end("it depends on the number of tokens")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = _used  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used  # type: ignore[assignment]
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _used  # type: ignore[assignment]
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = _used  # type: ignore[assignment]
+    __rshift__ = __rrshift__ = __neg__ = __pos__ = __abs__ = __invert__ = __int__ = __float__ = _used  # type: ignore[assignment]
+    __round__ = __floor__ = __ceil__ = __trunc__ = __repr__ = __str__ = __format__ = _used  # type: ignore[assignment]
+
+
 def is_plain(tree: Any, depth: int = 8) -> bool:
     """Whether it is a plain value, or a list, dict, tuple or set of plain values, not nested too deep."""
     if type(tree) in (dict, list, tuple, set, frozenset):
@@ -209,6 +229,8 @@ class Notes:
         steps: the graphs of the steps so far.
         reason: why the recording ended, with `line`; None if it has not.
         sizes: every size that the code has looked at.
+        rows: if the code has to be the same for any number of rows, the number that its stand-ins have: a prime, so that no other size is a
+            multiple of it; else None.
         makes_numbers: whether the code has taken a number of the forward.
         on_first_number: called when it takes the first of them.
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
@@ -222,6 +244,7 @@ class Notes:
         self.reason: str | None = None
         self.line = 0
         self.sizes: list[Any] = []
+        self.rows: int | None = None
         self.makes_numbers = False
         self.on_first_number: Callable[[], None] = lambda: None
         self.may_raise: int | None = None
@@ -602,6 +625,10 @@ class SeeingFunctions(TorchFunctionMode):
         notes = self._notes
         if notes.makes_numbers and any(objects_in((args, kwargs), Number)):
             notes.end("a number of the forward is used in a tensor")
+        if notes.rows is not None and next(objects_in((args, kwargs), RowCount), None) is not None:
+            if func not in _OF_SIZES:
+                notes.end("it depends on the number of tokens")
+            args, kwargs = map_objects((args, kwargs or {}), RowCount, partial(_plain_size, notes.rows))
         special = _SPECIAL.get(func)
         if special is not None and args and notes.is_unknown(args[0]):
             return special(notes, func, *args, **(kwargs or {}))
@@ -610,6 +637,10 @@ class SeeingFunctions(TorchFunctionMode):
         if notes.device.type != "cpu":
             args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(each) for name, each in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
+
+
+def _plain_size(rows: int, count: RowCount) -> int:
+    return rows * count.times
 
 
 def _on_cpu(value: Any) -> Any:
@@ -621,7 +652,24 @@ def _on_cpu(value: Any) -> Any:
 def _size(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> Any:
     found = func(*args, **kwargs)
     notes.sizes.append(found)
-    return found
+    return found if notes.rows is None else _counted(notes, found)
+
+
+def _counted(notes: Notes, found: Any) -> Any:
+    """A size, with `RowCount` where it depends on the number of rows."""
+    if isinstance(found, tuple):
+        return type(found)([_counted(notes, size) for size in found])
+    if not found or found % notes.rows:
+        return found
+    count = RowCount(found)
+    count.end, count.times = notes.end, found // notes.rows
+    return count
+
+
+def _length(notes: Notes, func: Any, tensor: torch.Tensor) -> int:
+    if notes.rows is not None and tensor.ndim and func(tensor) % notes.rows == 0:
+        notes.end("it depends on the number of tokens")
+    return int(_size(notes, func, tensor))
 
 
 def _refused(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -698,9 +746,21 @@ def _data(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
 
 _T: Any = torch.Tensor
 _ARRAYS = {_T.numpy, _T.__array__, _T.data_ptr, torch.from_numpy, torch.as_tensor, torch.frombuffer, _T.untyped_storage}
+# Where a `RowCount` may be a size.
+_OF_SIZES = {
+    _T.view,
+    _T.reshape,
+    _T.expand,
+    _T.unflatten,
+    _T.new_zeros,
+    _T.new_ones,
+    _T.new_empty,
+    torch.reshape,
+    torch.unflatten,
+}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
-        (_T.shape.__get__, _T.size, _T.numel, _T.nelement, _T.__len__, _T.stride, _T.storage_offset, _T.nbytes.__get__, torch.numel), _size
+        (_T.shape.__get__, _T.size, _T.numel, _T.nelement, _T.stride, _T.storage_offset, _T.nbytes.__get__, torch.numel), _size
     ),
     **dict.fromkeys(
         (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.__repr__, _T.__format__, _T.__reduce_ex__, _T.__bool__,
@@ -712,6 +772,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
          _T.pin_memory, _T.set_, _T.resize_, _T.grad.__set__, _T.retain_grad),
         _unsupported,
     ),
+    _T.__len__: _length,
     _T.item: _number,
     _T.tolist: _numbers,
     _T.device.__get__: _device,
