@@ -148,8 +148,7 @@ def test_programs_with_earlier_values(model: Any, plain: Plain, where: str) -> N
 
 
 WRONG_INPUTS = [
-    ([("resid_post", 3)], "every model computes before resid_post of layer 3"),
-    ([("resid_post", 4)], "every model computes before resid_post of layer 3"),
+    ([("resid_post", 4)], "allowed: resid_post of layer 3 itself, or a value that every model computes before it"),
     ([("mlp_act", 1)], "one of width"),
     ([("resid_post", 80)], "no such site"),
     ([], "a list of 1"),
@@ -162,6 +161,16 @@ def test_inputs_that_are_not_there_in_time_are_refused(model: Any, inputs: Any, 
     with pytest.raises(PlanError, match=said):
         plan = [Apply("resid_post", layers=3, program=with_earlier(0.5), inputs=inputs)]
         model.generate(FRANCE, plan=plan, **SHORT)
+
+
+def test_a_site_is_an_input_of_its_own_program(model: Any, plain: Plain) -> None:
+    """Its value before the plan's edits, beside the one after them."""
+    v = vector(1, 3.0)
+    apply = Apply("resid_post", layers=3, program=with_earlier(0.5), inputs=[("resid_post", 3)])
+    (output,) = model.generate(FRANCE, plan=[apply, Steer("resid_post", layers=3, vector=v), everything()], **SHORT)
+    ids, ran = generated_with(plain, {("resid_post", 3): lambda h: (h + v) + 0.5 * h}, 6)
+    assert tokens(output) == ids
+    close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
 
 
 @pytest.mark.parametrize("site", EDITABLE)

@@ -13,27 +13,8 @@ from midstream.settings import NAME
 
 # Of probabilities as of distances; the last counts all.
 BOUNDS = (
-    -100.0,
-    -30.0,
-    -10.0,
-    -3.0,
-    -1.0,
-    0.0,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    0.9,
-    0.95,
-    0.99,
-    1.0,
-    3.0,
-    10.0,
-    30.0,
-    100.0,
-    float("inf"),
-)
+    -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"),
+)  # fmt: skip
 
 
 class _Monitor:
