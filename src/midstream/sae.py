@@ -14,7 +14,6 @@ import inspect
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +30,7 @@ from midstream.plan.program import HELD_BYTES
 from midstream.plan.running import run, unpacked
 from midstream.plan.steps import INPUT, Constant, DType, Ref
 from midstream.plan.writing import StepWriter
+from midstream.sites import HOOKS, hook_of
 
 METHODS = ("capture", "steer", "clamp", "ablate")
 ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
@@ -38,16 +38,8 @@ _NORMS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_no
 _LN_EPS = 1e-5
 _WRITTEN = "midstream-sae"  # the key of a file's metadata
 MOST_TOP = 32
-# The end of a hook's name -> the site.
-_HOOKS = {
-    "hook_resid_pre": "resid_pre",
-    "hook_resid_mid": "resid_mid",
-    "hook_resid_post": "resid_post",
-    "hook_attn_out": "attn_out",
-    "hook_mlp_out": "mlp_out",
-    "attn.hook_z": "attn_z",
-    "mlp.hook_post": "mlp_act",
-}
+# The hooks whose value is a site's own. Those of norms have it before the norm's weight, and `hook_mlp_in` has it before the norm.
+_HOOKS = "hook_resid_pre hook_resid_mid hook_resid_post hook_attn_out hook_mlp_out attn.hook_z mlp.hook_post".split()
 _SHAPES = {
     "W_enc": "HS", "W_dec": "SH", "b_dec": "H", "b_enc": "S", "threshold": "S", "b_gate": "S", "b_mag": "S", "r_mag": "S",
 }  # fmt: skip
@@ -123,7 +115,9 @@ class SAE:
         for name, weight in self._weights.items():
             if not bool(torch.isfinite(weight).all()):
                 raise fields.refuse(f"SAE.{name}", "not finite", "finite numbers")
-        self._rescales = self.architecture == "topk" and bool(config.get("rescale_acts_by_decoder_norm"))
+        self._rescales = self.architecture == "topk" and fields.flag(
+            "SAE.rescale_acts_by_decoder_norm", config.get("rescale_acts_by_decoder_norm", False)
+        )
         self._config = {
             "architecture": self.architecture,
             "d_in": self.width,
@@ -204,7 +198,7 @@ class SAE:
         return unpacked(program, run(program, rows))[0] if len(rows) else rows.new_empty(0, self.features)
 
     def reconstruct(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as the SAE says them, float32 `[R, hidden]`."""
+        """The reconstructions of rows `[R, hidden]`, float32 `[R, hidden]`."""
         writer, rows = StepWriter(self.width, "float32"), self._checked_rows("reconstruct", rows)
         normed = self._normed(writer)
         return run(writer.program(self._decoded(writer, self._activations(writer, normed, None), normed)), rows)
@@ -374,11 +368,7 @@ class SAE:
         """The product with the encoder's columns, `[R, C]`."""
         if chosen is None:
             return writer.step("mm.default", x, writer.constant(self._constant("W_enc")))
-        columns_HC = self._weights["W_enc"][:, chosen]
-        if len(chosen) > 1:
-            return writer.step("mm.default", x, writer.constant(columns_HC))
-        product = writer.step("mul.Tensor", x, writer.constant(columns_HC[:, 0]))
-        return writer.step("sum.dim_IntList", product, (1,), True)  # not a product of matrices: as of `Probe`
+        return writer.product(x, self._weights["W_enc"][:, chosen])
 
     def _top_activations(self, writer: StepWriter, x: Ref) -> Ref:
         step = writer.step
@@ -442,15 +432,14 @@ def _within(field: str, value: Any, low: int, high: int) -> int:
 
 def _place(hook: str, site: str | None, layer: int | None) -> tuple[str, int]:
     """The site and the layer, those of a hook's name where they are not given."""
-    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
+    name, of_hook = hook_of(hook)
     if site is None:
-        site = _HOOKS.get(match[2]) if match is not None else None
+        site = HOOKS[name] if name in _HOOKS and of_hook is not None else None
         if site is None:
             raise fields.refuse(
                 "SAE.site", f"not given, and the hook's name is {fields.shown(hook)}", "site= and layer="
             )
+    layer = of_hook if layer is None else layer
     if layer is None:
-        if match is None:
-            raise fields.refuse("SAE.layer", f"not given, and the hook's name is {fields.shown(hook)}", "layer=")
-        layer = int(match[1])
+        raise fields.refuse("SAE.layer", f"not given, and the hook's name is {fields.shown(hook)}", "layer=")
     return fields.site("SAE.site", site), fields.integer("SAE.layer", layer)

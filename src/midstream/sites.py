@@ -32,7 +32,7 @@ ACCESSORS = {
 }
 
 # TransformerLens's names of activations, without `blocks.3.` before them.
-_HOOKS = {
+HOOKS = {
     "hook_resid_pre": "resid_pre",
     "hook_resid_mid": "resid_mid",
     "hook_resid_post": "resid_post",
@@ -56,11 +56,18 @@ def site_of(name: Any) -> Any:
     return ACCESSORS.get(name, name) if isinstance(name, str) else name
 
 
+def hook_of(name: str) -> tuple[str, int | None]:
+    """`("hook_resid_post", 3)` for TransformerLens's `blocks.3.hook_resid_post`; the name itself and None for names without a layer."""
+    parts = name.split(".") if len(name) <= 100 else []
+    if len(parts) > 2 and parts[0] == "blocks" and parts[1].isdecimal():
+        return ".".join(parts[2:]), int(parts[1])
+    return name, None
+
+
 def hook_hint(name: str) -> str:
     """`did you mean 'resid_post', with layer 3?` for TransformerLens's `blocks.3.hook_resid_post`; empty for other names."""
-    parts = name.split(".") if len(name) <= 100 else []
-    layer = parts[1] if len(parts) > 2 and parts[0] == "blocks" and parts[1].isdigit() else None
-    site = _HOOKS.get(".".join(parts[2:]) if layer is not None else name)
+    hook, layer = hook_of(name)
+    site = HOOKS.get(hook)
     if site is None:
         return ""
     return f"did you mean {site!r}{f', with layer {layer}' if layer is not None else ''}?"

@@ -165,10 +165,10 @@ class Probe(Reading):
         return True
 
     def program_for(self, dtype: str, width: Callable[[str, int], int], vector: Callable[[Named], Any]) -> Program:
-        from midstream.plan.writing import StepWriter  # imports torch, unlike this module
-
         if self.program is not None:
             return self.program
+        from midstream.plan.writing import StepWriter  # imports torch, unlike this module
+
         writer = StepWriter(width(self.site, self.layer), dtype)
         return writer.program(self.written(writer, INPUT, vector), keeps=True)
 
@@ -181,14 +181,10 @@ class Probe(Reading):
         columns = self.weight if isinstance(self.weight, tuple) else (self.weight,)
         data = [vector(column) if isinstance(column, Named) else column.data for column in columns]
         weight_CH = torch.stack([torch.as_tensor(np.array(each), dtype=torch.float32) for each in data])
-        weight = weight_CH[0] if self.classes == 1 else weight_CH.T.contiguous()
         # Also a bias of zero is a constant, so that probes with and without a bias run together.
         bias_C = torch.from_numpy(np.broadcast_to(np.float32(self.bias), (self.classes,)).copy())
-        step, h = writer.step, writer.cast(h, "float32")
-        if self.classes == 1:  # not a product of matrices, whose rounding may depend on the number of rows
-            scores = step("sum.dim_IntList", step("mul.Tensor", h, writer.constant(weight)), (1,), True)
-        else:
-            scores = step("mm.default", h, writer.constant(weight))
+        step = writer.step
+        scores = writer.product(writer.cast(h, "float32"), weight_CH.T)
         scores = step("add.Tensor", scores, writer.constant(bias_C))
         if self.activation == "softmax":
             return step("_softmax.default", scores, 1, False)

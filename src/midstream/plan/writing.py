@@ -43,6 +43,14 @@ class StepWriter:
         self._constants.append(given if isinstance(given, Constant) else Constant.of(given))
         return Const(len(self._constants) - 1)
 
+    def product(self, h: Ref, columns: torch.Tensor) -> Ref:
+        """The product `[rows, C]` of rows and constant columns `[width, C]`."""
+        if columns.shape[1] > 1:
+            return self.step("mm.default", h, self.constant(columns.contiguous()))
+        # Not a product of matrices, whose rounding may depend on the number of rows.
+        each = self.step("mul.Tensor", h, self.constant(columns[:, 0]))
+        return self.step("sum.dim_IntList", each, (1,), True)
+
     def cast(self, value: Ref, dtype: str) -> Ref:
         """An input in another dtype."""
         return value if self.dtype == dtype else self.step("_to_copy.default", value, dtype=DType(dtype))

@@ -11,7 +11,7 @@ from midstream.plan import fields
 from midstream.plan.probes import Probe, ScoreChunk
 from midstream.settings import NAME
 
-# Of probabilities as of distances; the last counts all.
+# Upper bounds of the histogram: fine between 0 and 1, for probabilities, and coarse beyond, for distances.
 BOUNDS = (
     -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"),
 )  # fmt: skip
