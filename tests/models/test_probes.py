@@ -171,9 +171,12 @@ def test_the_first_of_several_stops_counts(model: Any, plain: Plain) -> None:
         Probe("resid_post", layer=6, weight=WEIGHT, name="later", positions=[2], stop_above=-1e6),
         Probe("resid_post", layer=2, weight=WEIGHT, name="first", positions=[1], stop_above=-1e6),
         Probe("resid_post", layer=2, weight=WEIGHT, name="all", positions="all"),
+        Capture("resid_post", layers=5, positions="all", to=(lambda *row: taken.extend(row[3]), None)),
     ]
+    taken: list[int] = []
     (output,) = model.generate(FRANCE, plan=plan, max_tokens=3, **GREEDY)
     assert stopped(output)[1] == "probe:first"
+    assert sorted(taken) == [0, 1] and len(output.captures["resid_post", 5]) == 2
     assert output.scores.positions == {"later": [], "first": [1], "all": [0, 1]}
     assert output.scores["later"].shape == (0, 1)
 

@@ -6,6 +6,7 @@ longer prompts come in pieces. Row D8.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +25,12 @@ from plan_cases import (
     LAYERS,
     after_rows,
     everything,
-    generated_with,
     tokens,
     toward_rome,
     vector,
 )
 
-from midstream import VLLM, Capture, Clamp, Patch, Plan, Probe, Steer, open_captures
+from midstream import VLLM, Capture, Clamp, Patch, Plan, Probe, Steer, When, open_captures
 from midstream.capture.directory import StoredCapture
 from midstream.errors import PlanError
 
@@ -271,15 +271,91 @@ def test_the_clients_directory_has_all_stages_rows_in_one_place(model: VLLM, pla
             close(rows, plain.run(prompt).sites[key])
 
 
-def test_probes_score_on_tensor_ranks_and_are_refused_on_stages(model: VLLM, plain: Plain) -> None:
-    probe = Probe("resid_post", layer=6, weight=vector(norm=1.0), name="p", positions="all")
-    if model.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        with pytest.raises(PlanError, match="pipeline_parallel_size=1"):
-            model.generate(FRANCE, plan=probe, max_tokens=1)
+def probe_at(layer: int, **options: Any) -> Probe:
+    return Probe("resid_post", layer=layer, weight=vector(norm=1.0), name=f"p{layer}", positions="all", **options)
+
+
+def test_probes_at_layers_of_every_stage_score_every_token_once(model: VLLM, plain: Plain) -> None:
+    """Prompts in chunks, samples, and requests whose probes lie on one stage alone. Rows M1, M2."""
+    long = plain.ids(" ".join([FRANCE, EIFFEL, ITALY] * 8))[:90]
+    plans = [[probe_at(1), probe_at(6)], [probe_at(1)], [probe_at(6)], None, [probe_at(6), probe_at(1)]]
+    outputs = model.generate([FRANCE, EIFFEL, ITALY, FRANCE, long], plan=plans, max_tokens=6, **GREEDY)
+    for output, plan, prompt in zip(outputs, plans, [FRANCE, EIFFEL, ITALY, FRANCE, long], strict=True):
+        ids = plain.generate(prompt, 6)
+        assert tokens(output) == ids and set(output.scores) == {probe.name for probe in plan or ()}
+        sites = plain.run((plain.ids(prompt) if isinstance(prompt, str) else prompt) + ids[:-1]).sites
+        for probe in plan or ():
+            expected = sites["resid_post", probe.layer] @ vector(norm=1.0)
+            assert output.scores.positions[probe.name] == list(range(len(expected)))
+            close(output.scores[probe.name][:, 0], expected)
+
+
+@pytest.mark.parametrize("layer", [1, 6])
+def test_a_probe_of_either_stage_ends_its_request_on_all(model: VLLM, plain: Plain, layer: int) -> None:
+    """No stage sends a captured row of a later token. A neighbour goes on."""
+    ids = plain.generate(FRANCE, 12)
+    start = len(plain.ids(FRANCE))
+    scores = (plain.run(plain.ids(FRANCE) + ids).sites["resid_post", layer] @ vector(norm=1.0)).tolist()
+    at = max(range(start + 2, start + 10), key=scores.__getitem__)
+    threshold = (scores[at] + max(scores[start:at])) / 2
+    end = next(i for i in range(start, len(scores)) if scores[i] > threshold)
+    probe = dataclasses.replace(probe_at(layer, stop_above=threshold), positions="all_generated")
+    other = probe_at(7 - layer)
+    plans = [[probe, other, Capture("resid_post", layers=[0, 7], positions="all")], [other]]
+    stopped, neighbour = model.generate([FRANCE, ITALY], plan=plans, max_tokens=20, **GREEDY)
+    assert stopped.outputs[0].stop_reason == f"probe:p{layer}" and tokens(stopped) == ids[: end + 1 - start]
+    assert stopped.scores.positions == {f"p{layer}": [*range(start, end + 1)], other.name: [*range(end + 1)]}
+    sites = plain.run(plain.ids(FRANCE) + ids[: end + 1 - start]).sites
+    for key, rows in stopped.captures.items():
+        close(rows, sites[key])
+    assert tokens(neighbour) == plain.generate(ITALY, 20) and len(neighbour.scores[other.name]) == 19 + len(
+        plain.ids(ITALY)
+    )
+    (empty,) = model.generate(FRANCE, plan=probe_at(layer, stop_above=min(scores[:start]) - 1), max_tokens=5, **GREEDY)
+    assert empty.outputs[0].stop_reason == f"probe:p{layer}" and not tokens(empty)
+    assert len(empty.scores[f"p{layer}"]) == 1
+
+
+@pytest.mark.parametrize("layer", [1, 6])
+def test_a_directory_has_no_row_behind_a_probes_stop(
+    model: VLLM, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """Also in the middle of a prompt that was computed in one step, and whichever stage writes."""
+    scores = (plain.run(FRANCE).sites["resid_post", layer] @ vector(norm=1.0)).tolist()
+    threshold = sorted(scores[1:-1])[-1] / 2 + sorted(scores[1:-1])[-2] / 2
+    end = 1 + scores[1:].index(max(scores[1:-1]))
+    probe = dataclasses.replace(probe_at(layer, stop_above=threshold), positions=[1, 2, 3])
+    capture = Capture("resid_post", layers=[2, 6], positions="all", to=tmp_path)
+    monkeypatch.setitem(model.vllm_config.additional_config["midstream"], "plan", Plan.of([capture, probe]).to_json())
+    output, _ = submit(model, [FRANCE, ITALY], [None, None], max_tokens=4)
+    assert output.outputs[0].stop_reason == f"probe:p{layer}"
+    first, second = stored(tmp_path, 2)
+    assert [first.positions["resid_post", each] for each in (2, 6)] == [list(range(end + 1))] * 2
+    assert second.positions["resid_post", 2] == second.positions["resid_post", 6]
+
+
+@pytest.mark.parametrize("layer", [1, 6])
+def test_gates_on_either_stage(model: VLLM, plain: Plain, layer: int) -> None:
+    """A gate's probe and its edits lie on one stage, which may be any."""
+    v, w = toward_rome(plain), vector(norm=1.0)
+    scores = plain.run(FRANCE).sites["resid_post", layer] @ w
+    above = float(scores.sort().values[1:3].mean())  # between two tokens
+
+    def edit(h: torch.Tensor) -> torch.Tensor:
+        return h + v * (h @ w > above).unsqueeze(-1)
+
+    gate = When(probe_at(layer), above=above, then=Steer("resid_post", layers=layer, vector=v))
+    (output,) = model.generate(FRANCE, plan=[gate, probe_at(layer), AFTER], max_tokens=4, **GREEDY)
+    check(output, plain, FRANCE, {("resid_post", layer): edit}, 4)
+    close(output.scores[f"p{layer}"][:5, 0], scores)
+
+
+def test_a_gate_whose_probe_lies_on_another_stage_is_refused(model: VLLM) -> None:
+    if model.vllm_config.parallel_config.pipeline_parallel_size == 1:
         return
-    (output,) = model.generate(FRANCE, plan=probe, max_tokens=4, **GREEDY)
-    _, ran = generated_with(plain, None, 4)
-    close(output.scores["p"][:, 0], ran.sites["resid_post", 6] @ vector(norm=1.0))
+    gate = When(probe_at(1), above=0.0, then=Steer("resid_post", layers=6, vector=vector()))
+    with pytest.raises(PlanError, match="the pipeline stage of layer 6"):
+        model.generate(FRANCE, plan=gate, max_tokens=1)
 
 
 def test_what_only_the_workers_know_ends_the_request_and_no_other(model: VLLM, plain: Plain) -> None:

@@ -152,6 +152,7 @@ class RequestCapture:
         routes: where the request's rows go.
         empty: makes `Rows` without rows that have all selected planes. Without it, planes are known from their rows.
         report: called with each error, for requests whose `result` is never called.
+        stops_in_prompt: whether the request may end at a token of its prompt. Then rows of the prompt are not final before its end.
 
     Raises:
         CaptureError: a consumer is unknown, or the engine is closed.
@@ -164,12 +165,13 @@ class RequestCapture:
         sinks: Sinks,
         empty: Callable[[], Rows] | None = None,
         report: Callable[[CaptureError], None] | None = None,
+        stops_in_prompt: bool = False,
     ) -> None:
         self.request_id, self.report = info.request_id, report
         (_, self._output), *others = routes
         self._sinks, self._empty = sinks, empty
         self._rows: list[Rows] = []  # for the output
-        self._confirmed = info.prompt_length  # rows below this position are final
+        self._confirmed = 0 if stops_in_prompt else info.prompt_length  # rows below this position are final
         self._held: list[Rows] = []  # rows that are not confirmed
         self._arrived: list[tuple[np.ndarray, Planes]] = []  # to find rows that came twice or not at all
         self._error: Exception | None = None

@@ -307,7 +307,10 @@ class _Rules:
                 self._ends[request.request_id] = RequestEnd(request.num_tokens, step_ends.errors[request.request_id])
             self._put_end(outputs, request, FinishReason.ERROR, step_ends.errors[request.request_id])
         for request in stopped:
-            self._put_end(outputs, request, FinishReason.STOP, ended[request.request_id])
+            stop = ended[request.request_id]
+            if request.request_id in self._ends:
+                self._ends[request.request_id] = RequestEnd(stop.position + 2)  # the token at the position was read
+            self._put_end(outputs, request, FinishReason.STOP, stop.reason)
         self._put_scores(outputs, step_ends.scores)
         return outputs
 

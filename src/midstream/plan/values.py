@@ -176,6 +176,11 @@ class Plan:
         return self.captures + self.probes
 
     @cached_property
+    def stops_in_prompt(self) -> bool:
+        """Whether a probe may end a request at a token of its prompt."""
+        return any(probe.stops and probe.positions != "all_generated" for probe in self.probes)
+
+    @cached_property
     def has_functions(self) -> bool:
         """Whether an `Apply` has a function, which a model of midstream records."""
         each = (part for item in self.interventions for part in (item, *item.parts))
@@ -414,9 +419,6 @@ def check(
     An argument that is None is unknown, and is not checked.
     """
     _check_size(plan, facts.num_layers)
-    if plan.probes and len(facts.stages) > 1:
-        given = f"{plan.probes[0].name!r} on an engine with pipeline stages"
-        raise fields.refuse("the probe", given, "probes with pipeline_parallel_size=1")
     for item in chain.from_iterable((*item.parts, item) for item in plan.interventions):
         _check_positions(item, prompt_length, multimodal)
         if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:

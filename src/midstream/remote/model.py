@@ -216,7 +216,13 @@ class CaptureForwarder:
             for sample, planes in zip(output.outputs, captured, strict=True):
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
                 info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
-                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
+                capture = RequestCapture(
+                    info,
+                    self._plan.routes,
+                    self._sinks,
+                    self._plan.no_rows,
+                    stops_in_prompt=self._plan.plan.stops_in_prompt,
+                )
                 stop = rows_end(
                     self._plan.plan.probes, sample, sample.scores, len(self._plan.prompt) + len(sample.token_ids) - 1
                 )

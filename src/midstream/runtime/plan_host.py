@@ -20,7 +20,7 @@ from midstream.runtime.planned import Page, PlannedRequest
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
-from midstream.runtime.scores import RequestScores, StepScores
+from midstream.runtime.scores import ProbeStop, RequestScores, ScoreLink, StepScores
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
@@ -29,8 +29,8 @@ from midstream.sites import NotFinite, Point
 from midstream.trace.rows import BatchLayout
 
 _log = logging.getLogger(__name__)
-# By request: new scores; the `stop_reason` of those that a probe has ended; and the errors of those whose selector has failed.
-StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, str], dict[str, str]]
+# By request: new scores; the ends of those that a probe has ended; and the errors of those whose selector has failed.
+StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str, str]]
 
 
 class PlanHost:
@@ -82,7 +82,9 @@ class PlanHost:
         self._has_due = True  # whether rows may be due to be sent after the step
         self._editing = 0  # requests whose plan has edits
         self._probed = 0  # requests with probes
-        self._scores: StepScores | None = None  # of the running step
+        self._scores: StepScores | None = None  # of the running step, if some stage has any in it
+        self._scoring = set[int]()  # the stages that have
+        self._score_link = ScoreLink(pipeline.rank, pipeline.size, link)
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
         # The sites in the graphs at which it does, and the programs there.
         self.acting: frozenset[str | InGraph] = frozenset()
@@ -209,7 +211,7 @@ class PlanHost:
         rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout))
         assert rows is not None
         places = self._places(layout, rows.profile_T, batch is not None) if self._capturing else None
-        self._scores = self._find_scored(layout, rows.profile_T) if self._probed else None
+        self._scores = self._find_scored(layout, rows.profile_T) if self._probed and self.step_is_planned else None
         self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
         # Each step's captured rows and scores go elsewhere.
         self._prepared = batch if not (self._capturing or self._probed) else None
@@ -263,8 +265,9 @@ class PlanHost:
         return places if places.any() else None
 
     def _find_scored(self, layout: BatchLayout, profile_T: np.ndarray) -> StepScores | None:
-        """The rows of the step that have scores."""
+        """The rows of the step that have scores here; None if no stage has any."""
         step, profiles, row = StepScores(self._device, self._dtype), self.tables.profiles, 0
+        self._scoring = set()
         each = zip(layout.request_ids, layout.counts.tolist(), layout.computed.tolist(), strict=True)
         for name, count, start in each:
             first, row = row, row + count
@@ -273,6 +276,7 @@ class PlanHost:
                 continue
             fresh = max(scores.scored - start, 0)  # the rows before were scored before a preemption
             scores.scored = start + count
+            self._scoring.update(scores.stages)
             if start >= request.end:
                 if (number := request.loaded.generated) in request.loaded.scoring:
                     step.add(name, range(first + fresh, row), range(start + fresh, start + count), profiles[number])
@@ -281,7 +285,7 @@ class PlanHost:
             for number in request.loaded.scoring.intersection(numbers.tolist()):
                 rows = first + fresh + np.flatnonzero(numbers == number)
                 step.add(name, rows.tolist(), (rows + (start - first)).tolist(), profiles[number])
-        return step or None
+        return step if self._scoring else None
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:
         """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
@@ -317,31 +321,30 @@ class PlanHost:
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
-        if self._scores is not None:
-            self._scores.copy()
         if self._capturing and self._has_due:
             self._send_complete()
 
     def take_scores(self) -> Callable[[], StepResults] | None:
-        """What finds the scores of the step that was queued, and the requests that they end; None without any. Any thread may call it,
-        one step after the other.
+        """What finds the scores of the step that was queued, and the requests that they end; None without any, and on all stages but the
+        last one. Any thread may call it, one step after the other.
         """
         step, self._scores = self._scores, None
-        if step is None:
+        found_in = self._score_link.bring(step, self._scoring) if step is not None else None
+        if found_in is None:
             return None
         probed = {name: request.scores for name, request in self._requests.items() if request.scores is not None}
 
         def find() -> StepResults:
             chunks: dict[str, list[ScoreChunk]] = {}
-            stops: dict[str, str] = {}
+            stops: dict[str, ProbeStop] = {}
             errors: dict[str, str] = {}
-            for name, found in step.read().items():
+            for name, found in found_in().items():
                 try:
-                    chunks[name], reason = probed[name].take(found)
+                    chunks[name], stop = probed[name].take(found)
                 except CaptureError as error:  # its selector has failed; other requests go on
                     errors[name] = str(error)
                 else:
-                    stops |= {name: reason} if reason is not None else {}
+                    stops |= {name: stop} if stop is not None else {}
             return chunks, stops, errors
 
         return find
@@ -356,8 +359,8 @@ class PlanHost:
             if request.payload.behind:
                 request.take_rows()  # drop them: the trace that would have taken them is over
             elif request.complete or request.size >= DUE_BYTES:
-                # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
-                confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
+                # A token ends its request so many steps later at most.
+                confirmed = 0 if request.ends_early else request.captured - (self._pipeline.size + 2)
                 self.captures.send(name, request.payload, request.take_rows(), request.complete, confirmed)
         self.captures.flush()
 
@@ -395,15 +398,26 @@ class PlanHost:
         self.captures.check(payload, plan)
         sources, loaded = self._take(name, payload, plan, len(prompt))
         done = not plan.captures
-        scores = RequestScores(plan, len(prompt)) if plan.probes else None
+        scores = RequestScores(plan, len(prompt), self._stages_of(plan)) if plan.probes else None
         self._requests[name] = PlannedRequest(
-            payload, loaded, sources, len(prompt), complete=done, stops_at_text=stops_at_text, scores=scores
+            payload,
+            loaded,
+            sources,
+            len(prompt),
+            complete=done,
+            ends_early=stops_at_text or plan.stops_in_prompt,
+            scores=scores,
         )
         self._editing += bool(plan.edits)
         self._probed += scores is not None
         if plan.captures:
             self._capturing += 1
             self.captures.begin(name, payload, plan, prompt)
+
+    def _stages_of(self, plan: Plan) -> set[int]:
+        """The stages that have the sites of its probes."""
+        points = ((probe.site, layer) for probe in plan.probes for layer in probe.layers_in(self.facts.num_layers))
+        return {self._pipeline.owners[point] for point in points}
 
     def _take(self, name: str, payload: PlanRequest, plan: Plan, length: int) -> tuple[Sources, LoadedPlan]:
         """The loaded plan for one more request, with the sources and the hooks that it needs."""
@@ -466,10 +480,11 @@ class PlanHost:
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request = self._requests.pop(name)
         self._editing -= bool(request.loaded.plan.edits)
-        self._probed -= request.scores is not None
+        if request.scores is not None:
+            self._probed -= 1
+            if not self._probed:
+                self._score_link.end()
         try:
-            if request.scores is not None and request.scores.end is not None:
-                tokens = request.scores.end + 2  # there is a row of the token at which the probe ended it
             unsent = not request.complete
             self._capturing -= unsent
             if error is not None:

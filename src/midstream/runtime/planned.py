@@ -62,7 +62,8 @@ class PlannedRequest:
         captured: positions below this have been captured.
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
-        stops_at_text: whether a stop string may end it.
+        ends_early: whether it may end before tokens that were computed long ago: at a stop string, which the client looks for, or at a
+            token of the prompt.
         scores: its probes; None without any.
         rows: captured ones that are not sent yet, except those in `page`.
         page: holds the last captured rows of generated tokens.
@@ -76,7 +77,7 @@ class PlannedRequest:
     captured: int = 0
     computed: int = 0
     complete: bool = False
-    stops_at_text: bool = False
+    ends_early: bool = False
     scores: RequestScores | None = None
     rows: list[Rows] = field(default_factory=list)
     page: Page | None = None

@@ -5,16 +5,21 @@ Legend: T rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from midstream.errors import NeverReachedError
 from midstream.plan.compile import Profile
 from midstream.plan.probes import STOPPED_BY_PROBE, Aggregate, ScoreChunk, ScorePlace
 from midstream.plan.selections import Selection
 from midstream.plan.values import Plan
+from midstream.ranks.link import Link
 
 
 class Found(NamedTuple):
@@ -52,16 +57,24 @@ class Found(NamedTuple):
         return Found.of(positions[order], scores_RC[order])
 
 
+class ProbeStop(NamedTuple):
+    """The end of a request by a probe: the position of the token at which it ends, and the `stop_reason`."""
+
+    position: int
+    reason: str
+
+
 class RequestScores:
     """The probes of one request, and what they have found so far.
 
     Attributes:
         scored: positions below this have had places for their scores.
+        stages: the pipeline stages that compute scores.
         end: the position of the token at which a probe has ended the request; None if none has.
     """
 
-    def __init__(self, plan: Plan, prompt_length: int) -> None:
-        self.scored = 0
+    def __init__(self, plan: Plan, prompt_length: int, stages: Collection[int] = (0,)) -> None:
+        self.scored, self.stages = 0, stages
         self.end: int | None = None
         self._aggregates = {probe.name: Aggregate(probe) for probe in plan.probes if probe.stops}
         # All generated tokens have one profile, so the choice of a selector among them is made here.
@@ -71,30 +84,31 @@ class RequestScores:
             if probe.selects_generated and not isinstance(probe.positions, str)
         }
 
-    def take(self, found: dict[str, Found]) -> tuple[list[ScoreChunk], str | None]:
+    def take(self, found: dict[str, Found]) -> tuple[list[ScoreChunk], ProbeStop | None]:
         """Take the scores of the next rows, by their probes' names.
 
         Returns:
-            the scores up to the token that ends the request, or all; and the `stop_reason` if one does.
+            the scores up to the token that ends the request, or all; and the end, if a probe ends the request.
         """
         if self.end is not None:  # the step was under way
             return [], None
         for name, selection in self._chosen.items():
             if name in found:
                 found[name] = found[name].among(selection.mask)
-        ends: list[tuple[int, str]] = []
+        stops: list[ProbeStop] = []
         for name, aggregate in self._aggregates.items():
             if name in found and (number := aggregate.first_stop(found[name].firsts)) is not None:
-                ends.append((int(found[name].arrays()[0][number]), name))
-        reason = None
-        if ends:
-            self.end, reason = end, _ = min(ends)
+                stops.append(ProbeStop(int(found[name].arrays()[0][number]), STOPPED_BY_PROBE + name))
+        stop = min(stops, default=None)
+        if stop is not None:
+            self.end = end = stop.position
             found = {name: each.among(lambda positions: positions <= end) for name, each in found.items()}
         chunks = [(name, each.positions, each.scores) for name, each in found.items() if each.positions]
-        return chunks, STOPPED_BY_PROBE + reason if reason is not None else None
+        return chunks, stop
 
 
-class _Group:
+@dataclass
+class Group:
     """Rows of a step whose scores have the same places.
 
     Attributes:
@@ -104,11 +118,29 @@ class _Group:
         runs: `(request, start, stop)`: which of the rows are a request's.
     """
 
-    def __init__(self, places: Sequence[ScorePlace], width: int) -> None:
-        self.places, self.width, self.first = places, width, 0
-        self.rows: list[int] = []
-        self.positions: list[int] = []
-        self.runs: list[tuple[str, int, int]] = []
+    places: Sequence[ScorePlace]
+    width: int
+    first: int = 0
+    rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    runs: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def found(self, memory: torch.Tensor) -> Iterator[tuple[str, str, Found]]:
+        """The scores in a step's memory, which is on the host, with the names of their request and their probe."""
+        words, item = memory.view(torch.int16).numpy().view(np.float32), memory.element_size()
+        start, count = item * self.first // 4, len(self.rows)  # a row is a multiple of 16 bytes
+        rows = words[start : start + item * count * self.width // 4].reshape(count, -1)
+        positions = np.array(self.positions, np.int64).tobytes()
+        for name, offset, each in self.places:
+            scores_RC = rows[:, item * offset // 4 : item * offset // 4 + each]
+            scores, firsts = scores_RC.tobytes(), scores_RC[:, 0].tolist()
+            for request, first, stop in self.runs:
+                of_run = scores[4 * each * first : 4 * each * stop]
+                yield request, name, Found(positions[8 * first : 8 * stop], of_run, firsts[first:stop])
+
+
+# What one pipeline stage has of a step: its memory, and what lies in it. The link between stages can send it.
+StageScores = tuple[torch.Tensor, list[Group]]
 
 
 class StepScores:
@@ -120,13 +152,15 @@ class StepScores:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._groups: dict[tuple[ScorePlace, ...], _Group] = {}
+        self._groups: dict[tuple[ScorePlace, ...], Group] = {}
+        self._memory = torch.empty(0, dtype=dtype)
+        self._copied: torch.cuda.Event | None = None
 
     def add(self, request: str, rows: Sequence[int], positions: Sequence[int], profile: Profile) -> None:
         """Make room for rows of a request that have one profile. `rows`: their numbers in the batch."""
         group = self._groups.get(profile.scores)
         if group is None:
-            group = self._groups[profile.scores] = _Group(profile.scores, profile.score_width)
+            group = self._groups[profile.scores] = Group(profile.scores, profile.score_width)
         start = len(group.rows)
         group.rows += rows
         group.positions += positions
@@ -147,36 +181,77 @@ class StepScores:
             places_T[group.rows] = start + item * (group.first + np.arange(len(group.rows)) * group.width)
         return places_T
 
+    @property
+    def queued(self) -> StageScores:
+        """The scores, complete once the forward has run."""
+        return self._memory, list(self._groups.values())
+
     @torch.inference_mode()
     def copy(self) -> None:
         """Begin to copy the scores to the host. The forward has been queued."""
-        self._copied: torch.cuda.Event | None = None
         if self._memory.is_cuda:
             host = torch.empty(self._memory.shape, dtype=self._dtype, pin_memory=True)
             host.copy_(self._memory, non_blocking=True)
             self._memory, self._copied = host, torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> dict[str, dict[str, Found]]:
-        """The scores of each request, by their probes' names. Waits for the copy."""
+    def read(self, others: Iterable[StageScores] = ()) -> dict[str, dict[str, Found]]:
+        """The scores of each request, by their probes' names. Waits for the copy. `others`: of other stages, on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        words = self._memory.view(torch.int16).numpy().view(np.float32)
-        item = self._memory.element_size()  # a row is a multiple of 16 bytes
         found: dict[str, dict[str, Found]] = {}
-        for group in self._groups.values():
-            count = len(group.rows)
-            rows = words[item * group.first // 4 : item * (group.first + count * group.width) // 4].reshape(count, -1)
-            positions = np.array(group.positions, np.int64).tobytes()
-            for name, offset, words_each in group.places:
-                scores_RC = rows[:, item * offset // 4 : item * offset // 4 + words_each]
-                scores, firsts = scores_RC.tobytes(), scores_RC[:, 0].tolist()
-                for request, start, stop in group.runs:
-                    of_request = found.setdefault(request, {})
-                    new = Found(
-                        positions[8 * start : 8 * stop],
-                        scores[4 * words_each * start : 4 * words_each * stop],
-                        firsts[start:stop],
-                    )
-                    of_request[name] = of_request[name] | new if name in of_request else new
+        for memory, groups in (self.queued, *others):
+            for request, name, new in chain.from_iterable(group.found(memory) for group in groups):
+                of_request = found.setdefault(request, {})
+                of_request[name] = of_request[name] | new if name in of_request else new
         return found
+
+
+class ScoreLink:
+    """Brings the scores of all pipeline stages to the last one, whose output the scheduler gets.
+
+    All stages run the same steps with the same requests, so they agree on which stages have scores in a step, and count these steps alike.
+
+    Args:
+        link: to the other stages; None if there are none.
+    """
+
+    def __init__(self, rank: int, size: int, link: Link | None) -> None:
+        self._rank, self._last, self._link = rank, size - 1, link
+        self._step = self._period = 0
+
+    @property
+    def _body(self) -> str:
+        return f"scores {self._period}"
+
+    def bring(self, step: StepScores, stages: Collection[int]) -> Callable[[], dict[str, dict[str, Found]]] | None:
+        """The forward of a step is queued. Returns what finds the scores of all stages, on the last one; None on the others.
+
+        Args:
+            step: of this stage.
+            stages: those that have scores in the step.
+        """
+        if self._link is None:
+            step.copy()
+            return step.read
+        self._step += 1
+        if self._rank != self._last:
+            if self._rank in stages:
+                self._link.publish(self._body, self._step, step.queued, readers=[self._last])
+            return None
+        step.copy()
+        others = sorted(stage for stage in stages if stage != self._last)
+        fetches = [self._link.fetch(stage, self._body, self._step) for stage in others]
+
+        def find() -> dict[str, dict[str, Found]]:
+            with suppress(NeverReachedError):  # all requests with probes have ended while the step was under way
+                return step.read([fetch.wait() for fetch in fetches])
+            return {}
+
+        return find
+
+    def end(self) -> None:
+        """All requests with probes are over."""
+        if self._link is not None:
+            self._link.end(self._body, "the requests with probes are over")
+            self._period += 1

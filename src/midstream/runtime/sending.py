@@ -219,7 +219,9 @@ class LocalSinks:
         )
 
         def job() -> None:
-            self._captures[engine_id] = RequestCapture(info, (*NO_ROUTES, *here), self._sinks, report=self._failed)
+            self._captures[engine_id] = RequestCapture(
+                info, (*NO_ROUTES, *here), self._sinks, report=self._failed, stops_in_prompt=plan.stops_in_prompt
+            )
 
         self._put(engine_id, job)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from midstream.plan.probes import ScoreChunk
+from midstream.runtime.scores import ProbeStop
 from midstream.runtime.tables import RowProfiles
 from midstream.sites import NotFinite, Point
 
@@ -66,14 +67,14 @@ class StepEnds:
         stops: requests whose trace stopped them; the token of this step is their last.
         done: requests that go on without their trace, which is over.
         scores: request -> new scores of its probes.
-        probe_stops: request -> the `stop_reason`, of those that a probe has ended; the token of this step is not theirs any more.
+        probe_stops: the requests that a probe has ended; the token of this step is not theirs any more.
         errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite.
     """
 
     stops: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     scores: dict[str, list[ScoreChunk]] = field(default_factory=dict)
-    probe_stops: dict[str, str] = field(default_factory=dict)
+    probe_stops: dict[str, ProbeStop] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
 

@@ -553,7 +553,9 @@ class RunningPlan:
         self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
         self._chunks: list[ScoreChunk] = []
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
-        self._capture = RequestCapture(info, plan.routes, sinks, plan.no_rows)
+        self._capture = RequestCapture(
+            info, plan.routes, sinks, plan.no_rows, stops_in_prompt=plan.plan.stops_in_prompt
+        )
         self._captured: list[Rows] = []  # in the running step
         self._dtype = dtype
         self.not_finite: NotFinite | None = None
@@ -592,9 +594,9 @@ class RunningPlan:
         if self._scores is None or not self._step:
             return None
         self._step.copy()
-        chunks, reason = self._scores.take(self._step.read()[""])
+        chunks, stop = self._scores.take(self._step.read()[""])
         self._chunks += chunks
-        return reason
+        return stop.reason if stop is not None else None
 
     @property
     def scores(self) -> Scores:

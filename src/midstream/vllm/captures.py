@@ -151,7 +151,13 @@ class RowReceiver:
         try:
             if sample.capture is None:
                 info = CaptureInfo(sample.name, tuple(self._plan.prompt), collected=self.collected)
-                sample.capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.no_rows)
+                sample.capture = RequestCapture(
+                    info,
+                    self._plan.routes,
+                    self._sinks,
+                    self._plan.no_rows,
+                    stops_in_prompt=self._plan.plan.stops_in_prompt,
+                )
             sample.capture.add(itertools.starmap(Rows, value["rows"]), max(self.stop or 0, header.confirmed))
         except CaptureError as error:
             sample.fail(error)

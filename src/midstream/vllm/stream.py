@@ -262,7 +262,7 @@ class RunningRequest:
         for sample in output.outputs:
             before = self._generated[sample.index] if is_delta else 0
             self._generated[sample.index] = before + len(sample.token_ids)
-        if self._request.rows is not None and self._samples == 1:
+        if self._request.rows is not None and self._samples == 1 and self._generated[0]:
             self._request.rows.stop = len(self._request.prompt["prompt_token_ids"]) + self._generated[0] - 1
 
     def _row_counts(self) -> list[int]:
