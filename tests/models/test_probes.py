@@ -13,6 +13,7 @@ from plan_cases import EIFFEL, FRANCE, GREEDY, HIDDEN, ITALY, P, everything, gen
 
 from midstream import Capture, Probe, Span, Steer
 from midstream.errors import PlanError
+from midstream.plan.vectors import Vector
 
 WEIGHT = vector(1, 1.0)
 CLASSES = torch.stack([vector(seed, 1.0) for seed in range(2, 5)], 1)
@@ -195,12 +196,24 @@ def test_a_stop_string_that_looks_like_a_probes_reason_is_none(model: Any, plain
     assert rows_end([stops], sample, chunks, 99) == P and rows_end([stops], sample, (), 99) == 99
 
 
-def test_a_named_vector_is_a_probe(model: Any, plain: Plain) -> None:
+def test_named_vectors_are_probes(model: Any, plain: Plain) -> None:
     model.vectors["mood"] = WEIGHT
     probe = Probe("resid_post", layer=5, weight="mood", name="p")
     (output,) = model.generate(FRANCE, plan=probe, max_tokens=4, **GREEDY)
-    del model.vectors["mood"]
     close(output.scores["p"][:, 0], (rows_of(plain, 4) @ WEIGHT)[P:])
+    model.vectors["other"] = CLASSES[:, 1]
+    names = ["mood", "other", "mood"]
+    probes = [
+        Probe("resid_post", layer=5, weight=given, name=kind, positions="all", activation="softmax")
+        for kind, given in (("named", names), ("mixed", [Vector(WEIGHT), "other", Vector(WEIGHT)]))
+    ]
+    (output,) = model.generate(FRANCE, plan=probes, max_tokens=4, **GREEDY)
+    del model.vectors["mood"], model.vectors["other"]
+    expected = (rows_of(plain, 4) @ torch.stack([WEIGHT, CLASSES[:, 1], WEIGHT], 1)).softmax(1)
+    close(output.scores["named"], expected)
+    assert torch.equal(output.scores["named"], output.scores["mixed"])
+    with pytest.raises(PlanError, match="engine has no vector 'mood'"):
+        model.generate(FRANCE, plan=Probe("resid_post", layer=5, weight=["mood"], name="p"), max_tokens=1)
 
 
 def test_a_trace_and_a_probe_in_one_request(model: Any, plain: Plain) -> None:

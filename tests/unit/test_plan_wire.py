@@ -28,7 +28,7 @@ from midstream.engine.prefix_cache import block_key
 from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.fields import nearest
-from midstream.plan.values import Named, RecordedRun, Vector
+from midstream.plan.values import Named, RecordedRun, Vector, with_digests
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 
 V = [1.0, 2.0, 0.5]
@@ -159,6 +159,15 @@ def test_strangers_may_not_say_where_an_engine_writes(to):
             read()
     plain = Plan.of(Capture("resid_post", to=None))
     assert Plan.from_wire(plain.to_wire(), trusted=False) == plain
+
+
+def test_a_probes_weight_in_hand_written_json_may_be_a_list_of_names():
+    item = {"kind": "probe", "site": "resid_post", "layer": 1, "name": "p", "weight": ["a", "b"]}
+    plan = Plan.from_json(json.dumps({"interventions": [item]}), trusted=False)
+    assert plan == Plan.of(Probe("resid_post", layer=1, name="p", weight=["a", "b"]))
+    assert Plan.from_json(plan.to_json()) == plan and plan.probes[0].classes == 2
+    digests = {"a": "0" * 32, "b": "1" * 32}
+    assert [one.digest for one in with_digests(plan, digests).probes[0].weight] == [*digests.values()]
 
 
 def test_strangers_may_not_vouch_for_a_named_vector():

@@ -36,7 +36,8 @@ class Probe(Reading):
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
         layer: counted from 0, or from the end: -1.
-        weight: `[hidden]` for one score a token; `[hidden, C]` for C of them, at most 64; or the name of a vector that the engine holds.
+        weight: `[hidden]` for one score a token; `[hidden, C]` for C of them, at most 64; or the name of a vector that the engine holds,
+            or C names.
         program: computes the scores in place of `weight`, `bias` and `activation`: a `midstream.plan.program.Program` of the site's width
             whose results are the scores, float32 `[C]`, and, if it has two, what each score is of, int32 `[C]`.
         name: of its scores, which no other probe of the plan has: `output.scores[name]`, float32 `[tokens, C]`.
@@ -191,16 +192,20 @@ class Probe(Reading):
         return scores if self.activation is None else step(f"{self.activation}.default", scores)
 
 
-def _columns(weight: Any) -> tuple[Vector, ...] | Named:
-    """A probe's weight as a vector for each score."""
+def _columns(weight: Any) -> tuple[Vector | Named, ...] | Named:
+    """A probe's weight as a vector, or its name, for each score."""
     if weight is None or isinstance(weight, (str, Named, Vector)):
         one = as_vector_or_name("Probe.weight", weight)
         return one if isinstance(one, Named) else (one,)
-    if isinstance(weight, (tuple, list)) and weight and all(isinstance(column, Vector) for column in weight):
-        columns = tuple(weight)
-        if len({column.width for column in columns}) > 1 or len(columns) > MAX_CLASSES:
-            given = f"{len(columns)} columns of widths {fields.ranges({column.width for column in columns})}"
-            raise fields.refuse("Probe.weight", given, _WEIGHTS)
+    if isinstance(weight, (tuple, list)) and weight and all(isinstance(one, (str, Named, Vector)) for one in weight):
+        columns = tuple(as_vector_or_name("Probe.weight", one) for one in weight)
+        widths = {column.width for column in columns if isinstance(column, Vector)}
+        if len(widths) > 1 or len(columns) > MAX_CLASSES:
+            raise fields.refuse(
+                "Probe.weight",
+                f"{len(columns)} columns of widths {fields.ranges(widths)}" if widths else f"{len(columns)} names",
+                _WEIGHTS,
+            )
         return columns
     if not hasattr(weight, "ndim"):
         try:

@@ -315,8 +315,8 @@ def _encoded(field: str, value: Any) -> Any:
             return ["consumer", value.name, value.options]
         case tuple() if field == "to":
             return [_encoded(field, sink) for sink in value]
-        case (Vector(), *_):
-            return ["vectors", *(vector.digest for vector in value)]
+        case (Vector() | Named(), *_):
+            return ["vectors", *(_encoded(field, vector) for vector in value)]
         case (int(), *_) if len(value) > 16:
             return [len(value), digest(np.array(value, "<i8").tobytes())]
         case tuple():

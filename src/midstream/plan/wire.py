@@ -279,6 +279,8 @@ class _PlanReader:
             items = _list(place, value) if isinstance(value, list) else []
             if issubclass(cls, Reading) and items and all(isinstance(item, dict) for item in items):
                 return tuple(self._operand(f"{place}[{i}]", item, may_be_run) for i, item in enumerate(items))
+            if issubclass(cls, Reading) and items and all(isinstance(item, str) for item in items):
+                return tuple(items)  # names
             for i, item in enumerate(items):
                 numbers = (
                     _list(f"{place}[{i}]", item) if issubclass(cls, Reading) and isinstance(item, list) else [item]

@@ -229,7 +229,13 @@ class Intervention:
 
     def named(self, change: Callable[[Named], Named]) -> Self:
         """The same with its named vectors changed."""
-        found = {field: change(value) for field, value in vars(self).items() if isinstance(value, Named)}
+        found: dict[str, Any] = {}
+        for field in self.operands:
+            value = getattr(self, field)
+            if isinstance(value, Named):
+                found[field] = change(value)
+            elif isinstance(value, tuple) and any(isinstance(one, Named) for one in value):
+                found[field] = tuple(change(one) if isinstance(one, Named) else one for one in value)
         return changed(self, **found) if found else self
 
     def counted_from_0(self, num_layers: int) -> Self:
