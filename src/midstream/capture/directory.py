@@ -40,7 +40,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,9 +49,13 @@ from safetensors import SafetensorError, safe_open
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.rows import ByPlane, RowIndex, arrange_rows, plane_name
 from midstream.errors import CaptureError, NotCapturedError
+from midstream.plan import fields
 from midstream.plan.captures import PlaneKey
 from midstream.plan.fields import nearest
 from midstream.tree import as_bytes
+
+if TYPE_CHECKING:
+    from midstream.capture.loading import Loader
 
 _log = logging.getLogger(__name__)
 FORMAT = {"format": "midstream captures", "version": "1"}
@@ -380,6 +384,9 @@ class ShardReader:
         self._open: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> Any:  # for the workers of a DataLoader
+        return ShardReader, (self._directory,)
+
     def tensor(self, shard: str, name: str, size: int, rows: int) -> torch.Tensor:
         """One tensor. Raises CaptureError if the shard is missing, has another `size` in bytes, or lacks the tensor."""
         try:
@@ -430,7 +437,7 @@ class StoredCapture(ByPlane[torch.Tensor]):
         line = next(iter(record.lines.values()))
         self.request_id, self.engine = record.request, record.engine
         self.id = record.collected.id if record.collected is not None else None
-        self.prompt_token_ids: list[int] = line["prompt_token_ids"]
+        self.prompt_token_ids: list[int] = line["prompt_token_ids"].tolist()
         self.prompt_length: int = line["prompt_length"]
 
     @property
@@ -494,7 +501,7 @@ class Store(Mapping[str, StoredCapture]):
         """The error of each request whose capture failed."""
         return {name: record.error for name, record in self._names.items() if record.error}
 
-    def entries(self) -> list[tuple[Collected | None, list[int]]]:
+    def entries(self) -> list[tuple[Collected | None, np.ndarray]]:
         """`(collected, prompt)` of each complete request whose shards are on the disk."""
         sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
         found = []
@@ -503,6 +510,72 @@ class Store(Mapping[str, StoredCapture]):
             if all(sizes.get(part["shard"]) == part["bytes"] for part in parts):
                 found.append((record.collected, next(iter(record.lines.values()))["prompt_token_ids"]))
         return found
+
+    def count(self, request_id: str, planes: Sequence[PlaneKey]) -> int:
+        """How many rows a request has of each of these planes; 0 if it has none of them. Raises CaptureError if their positions differ."""
+        found: dict[PlaneKey, list[list[int]]] = {}
+        for line in self._names[request_id].lines.values():
+            for part in line["parts"]:
+                for *key, number in part["planes"]:
+                    found.setdefault(tuple(key), []).extend(line["positions"][number])  # type: ignore[arg-type]
+        each = [sorted(found.get(key, ())) for key in planes]
+        if any(runs != each[0] for runs in each):
+            capture = self[request_id]
+            positions = [capture.positions[key] if key in capture else None for key in planes]
+            if any(one != positions[0] for one in positions):
+                wanted = ", ".join(map(plane_name, planes))
+                raise CaptureError(
+                    f"The capture of request {request_id!r} has rows at other positions for each of {wanted}."
+                )
+        return sum(stop - start for start, stop in each[0])
+
+    def loader(
+        self,
+        site: str | Sequence[str],
+        layer: int | Sequence[int],
+        *,
+        batch_size: int = 4096,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = None,
+        workers: int = 0,
+        with_context: bool = False,
+        when: str = "before",
+        dtype: torch.dtype | None = None,
+        buffer_rows: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Loader:
+        """Batches of rows for training, mixed over requests: `next(loader)`, or a loop.
+
+        Args:
+            site, layer: of the rows. With a list of either, a batch is a dict by (site, layer) of rows of the same tokens.
+            batch_size: rows of a batch.
+            shuffle: whether rows come in random order: requests in random order, and the rows of `buffer_rows` rows mixed.
+            seed: of the order. Each epoch has another order.
+            epochs: passes over all rows, each with a shorter batch at its end if need be. None: endless.
+            workers: threads that read ahead. They change no batch. With 0, a batch is read when it is asked for.
+            with_context: whether batches are `Batch`: rows, token ids, positions and numbers of requests.
+            when: "before" or "after" the edits of the plan that captured.
+            dtype: of the batches; None for that of the rows.
+            buffer_rows: rows in memory that are mixed with each other: 16 batches if None. Twice as many with `workers`.
+            rank, world_size: for training on several processes: each gets other requests.
+
+        Returns:
+            a `Loader`, whose `state_dict()` and `load_state_dict(state)` resume it. The requests are those of now.
+
+        Raises:
+            CaptureError: no request has such rows, or one has them at different positions for each site.
+            PlanError: an argument is not allowed.
+        """
+        from midstream.capture.loading import Asked, Loader
+
+        asked = Asked.of(site, layer, when, batch_size, buffer_rows, shuffle, seed, with_context)
+        size = fields.integer("world_size", world_size, 1)
+        if fields.integer("rank", rank, 0) >= size:
+            raise fields.refuse("rank", str(rank), f"from 0 to {size - 1}")
+        epochs = None if epochs is None else fields.integer("epochs", epochs, 1)
+        return Loader(self, asked, epochs, fields.integer("workers", workers, 0), dtype, (rank, size))
 
     def refresh(self) -> None:
         """Read the new lines of each index."""
@@ -565,6 +638,7 @@ class Store(Mapping[str, StoredCapture]):
         number = self._counts.get((engine, request, stage), 0)
         self._counts[engine, request, stage] = number + 1
         record = self._records.setdefault((engine, request, number), _StoredRequest(request, engine, number))
+        line["prompt_token_ids"] = np.array(line["prompt_token_ids"], np.int32)  # an eighth of a list's memory
         record.lines[stage] = line
         return None
 
