@@ -30,7 +30,7 @@ from midstream.plan.program import HELD_BYTES
 from midstream.plan.running import run, unpacked
 from midstream.plan.steps import INPUT, Constant, DType, Ref
 from midstream.plan.writing import StepWriter
-from midstream.sites import HOOKS, hook_of
+from midstream.sites import hook_of, point_of_hook
 
 METHODS = ("capture", "steer", "clamp", "ablate")
 ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
@@ -38,8 +38,6 @@ _NORMS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_no
 _LN_EPS = 1e-5
 _WRITTEN = "midstream-sae"  # the key of a file's metadata
 MOST_TOP = 32
-# The hooks whose value is a site's own. Those of norms have it before the norm's weight, and `hook_mlp_in` has it before the norm.
-_HOOKS = "hook_resid_pre hook_resid_mid hook_resid_post hook_attn_out hook_mlp_out attn.hook_z mlp.hook_post".split()
 _SHAPES = {
     "W_enc": "HS", "W_dec": "SH", "b_dec": "H", "b_enc": "S", "threshold": "S", "b_gate": "S", "b_mag": "S", "r_mag": "S",
 }  # fmt: skip
@@ -432,14 +430,14 @@ def _within(field: str, value: Any, low: int, high: int) -> int:
 
 def _place(hook: str, site: str | None, layer: int | None) -> tuple[str, int]:
     """The site and the layer, those of a hook's name where they are not given."""
-    name, of_hook = hook_of(hook)
     if site is None:
-        site = HOOKS[name] if name in _HOOKS and of_hook is not None else None
+        point = point_of_hook(hook)
+        site = point[0] if point is not None else None
         if site is None:
             raise fields.refuse(
                 "SAE.site", f"not given, and the hook's name is {fields.shown(hook)}", "site= and layer="
             )
-    layer = of_hook if layer is None else layer
+    layer = hook_of(hook)[1] if layer is None else layer
     if layer is None:
         raise fields.refuse("SAE.layer", f"not given, and the hook's name is {fields.shown(hook)}", "layer=")
     return fields.site("SAE.site", site), fields.integer("SAE.layer", layer)

@@ -51,6 +51,12 @@ HOOKS = {
 }
 
 
+# The hooks whose value is a site's own. Those of norms have it before the norm's weight, and `hook_mlp_in` has it before the norm.
+EXACT_HOOKS = (
+    "hook_resid_pre hook_resid_mid hook_resid_post hook_attn_out hook_mlp_out attn.hook_z mlp.hook_post".split()
+)
+
+
 def site_of(name: Any) -> Any:
     """The site that a standard accessor's name stands for: `resid_post` for `layers_output`; else the name itself."""
     return ACCESSORS.get(name, name) if isinstance(name, str) else name
@@ -62,6 +68,20 @@ def hook_of(name: str) -> tuple[str, int | None]:
     if len(parts) > 2 and parts[0] == "blocks" and parts[1].isdecimal():
         return ".".join(parts[2:]), int(parts[1])
     return name, None
+
+
+def hook_at(site: str, layer: int) -> str:
+    """TransformerLens's name of the hook whose value a site has: `blocks.3.hook_resid_post`. For a site without one, midstream's own name
+    in the same form.
+    """
+    hook = next((hook for hook in EXACT_HOOKS if HOOKS[hook] == site), site)
+    return f"blocks.{layer}.{hook}"
+
+
+def point_of_hook(name: str) -> tuple[str, int] | None:
+    """`("resid_post", 3)` for TransformerLens's `blocks.3.hook_resid_post`; None for a name that stands for no site and layer."""
+    hook, layer = hook_of(name)
+    return (HOOKS[hook], layer) if hook in EXACT_HOOKS and layer is not None else None
 
 
 def hook_hint(name: str) -> str:

@@ -532,7 +532,7 @@ class Store(Mapping[str, StoredCapture]):
     def loader(
         self,
         site: str | Sequence[str],
-        layer: int | Sequence[int],
+        layer: int | Sequence[int] | None = None,
         *,
         batch_size: int = 4096,
         shuffle: bool = True,
@@ -549,7 +549,8 @@ class Store(Mapping[str, StoredCapture]):
         """Batches of rows for training, mixed over requests: `next(loader)`, or a loop.
 
         Args:
-            site, layer: of the rows. With a list of either, a batch is a dict by (site, layer) of rows of the same tokens.
+            site, layer: of the rows. With a list of either, a batch is a dict by (site, layer) of rows of the same tokens. A site may be a
+                hook of TransformerLens with its layer: `"blocks.14.hook_resid_post"`.
             batch_size: rows of a batch.
             shuffle: whether rows come in random order: requests in random order, and the rows of `buffer_rows` rows mixed.
             seed: of the order. Each epoch has another order.
@@ -576,6 +577,38 @@ class Store(Mapping[str, StoredCapture]):
             raise fields.refuse("rank", str(rank), f"from 0 to {size - 1}")
         epochs = None if epochs is None else fields.integer("epochs", epochs, 1)
         return Loader(self, asked, epochs, fields.integer("workers", workers, 0), dtype, (rank, size))
+
+    def to_arrow(
+        self,
+        path: str | Path,
+        site: str | Sequence[str],
+        layer: int | Sequence[int] | None = None,
+        *,
+        context_size: int,
+        when: str = "before",
+    ) -> int:
+        """Write rows as SAELens caches activations, for its `ActivationsStore(cached_activations_path=path)`: a Hugging Face dataset.
+
+        Each of its rows is a context: `context_size` rows of one request under the hook's name (`blocks.14.hook_resid_post`), and their
+        `token_ids`. Rows of a request that do not fill a context are left out. bfloat16 becomes float32.
+
+        Args:
+            path: a directory that is new or empty.
+            site, layer, when: as in `loader`.
+
+        Returns:
+            the number of contexts.
+
+        Raises:
+            CaptureError: `path` has files, no request has a context, or a context has generated tokens, whose ids are unknown.
+            PlanError: an argument is not allowed.
+            MidstreamError: the package `datasets` is missing.
+        """
+        from midstream.capture.loading import Asked
+        from midstream.capture.saelens import write_arrow
+
+        asked = Asked.of(site, layer, when, 1, None, False, 0, False)
+        return write_arrow(self, Path(path).expanduser(), asked, context_size)
 
     def refresh(self) -> None:
         """Read the new lines of each index."""

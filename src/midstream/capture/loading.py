@@ -25,7 +25,7 @@ from midstream.capture.rows import plane_name
 from midstream.errors import CaptureError
 from midstream.plan import fields
 from midstream.plan.captures import PlaneKey
-from midstream.sites import LAYER_SITES, Point
+from midstream.sites import LAYER_SITES, Point, point_of_hook
 
 if TYPE_CHECKING:
     from midstream.capture.directory import Store
@@ -103,7 +103,7 @@ class Asked:
     def of(
         cls,
         site: str | Sequence[str],
-        layer: int | Sequence[int],
+        layer: int | Sequence[int] | None,
         when: str,
         batch_size: int,
         buffer_rows: int | None,
@@ -112,6 +112,8 @@ class Asked:
         with_context: bool,
     ) -> Asked:
         """Raises PlanError for a value that is not allowed."""
+        if layer is None and isinstance(site, str) and (point := point_of_hook(site)) is not None:
+            site, layer = point
         sites = (site,) if isinstance(site, str) else tuple(site)
         layers = fields.integers("layer", layer, "a layer or several", 0)
         for name in sites:

@@ -1,0 +1,116 @@
+"""`model.activations`: batches of rows for training, from prompts that the model runs meanwhile, without a disk.
+
+A thread fills the next buffer while the batches of the one before are taken, and then waits. So a slow reader holds the model up, and two
+buffers are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
+from typing import Any, Self
+
+import torch
+
+from midstream.capture.loading import Asked, Pool, cut, read_ahead
+from midstream.errors import ParameterError
+from midstream.plan.values import Capture, Plan
+from midstream.requests.prompts import Prompt
+
+_FIRST_PROMPTS = 32  # run to find out how many rows a prompt has
+_MOST_PROMPTS = 4096  # run at a time
+
+
+class Activations:
+    """Batches of rows of prompts that a model runs: `next(activations)`, or a loop. Made by `TraceModel.activations`.
+
+    An iterator: a loop that was left goes on where it stopped. `close()`, or the end of a with-block, ends it.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[..., Any],
+        prompts: Iterable[Prompt],
+        asked: Asked,
+        captures: Plan,
+        epochs: int | None,
+        params: dict[str, Any],
+    ) -> None:
+        if epochs != 1 and not isinstance(prompts, Sequence):
+            raise ParameterError(
+                "epochs needs prompts that can be run again, such as a list: an iterator has one epoch."
+            )
+        self._generate, self._prompts, self._asked, self._plan = generate, prompts, asked, captures
+        self._epochs, self._params = epochs, params
+        self._is_closed = False
+        self._batches = self._run()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self._asked.batch(next(self._batches))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, once the prompts that are running have ended. Another call does nothing."""
+        self._is_closed = True
+        self._batches.close()
+
+    def _run(self) -> Any:
+        with ThreadPoolExecutor(1, "midstream-activations") as thread:
+            yield from cut(read_ahead(self._pools(), thread), self._asked.batch_size)
+
+    def _pools(self) -> Iterator[Pool]:
+        """The rows of as many prompts as fill the buffer, mixed, again and again."""
+        asked, prompts = self._asked, enumerate(self._in_order())
+        rows_each, buffered, numbers = 0.0, list[Pool](), count()
+        while not self._is_closed:
+            missing = asked.buffer_rows - sum(map(len, buffered))
+            size = _FIRST_PROMPTS if not rows_each else max(1, min(round(missing / rows_each), _MOST_PROMPTS))
+            part = list(islice(prompts, size))
+            if part:
+                new = [pool for pool in self._rows_of(part) if len(pool)]
+                rows_each = max(sum(map(len, new)) / len(part), 0.01)
+                buffered += new
+            if buffered and (not part or sum(map(len, buffered)) >= asked.buffer_rows):
+                pool = Pool.joined(buffered)
+                order = asked.order(len(pool), 1, next(numbers))
+                yield pool if order is None else pool.mixed(order)
+                buffered = []
+            if not part:
+                return
+
+    def _in_order(self) -> Iterator[Prompt]:
+        """The prompts of all epochs. Those that can be run again are shuffled in each."""
+        if not isinstance(self._prompts, Sequence):
+            yield from self._prompts
+            return
+        for epoch in count() if self._epochs is None else range(self._epochs):
+            order = self._asked.order(len(self._prompts), 0, epoch)
+            yield from self._prompts if order is None else (self._prompts[i] for i in order.tolist())
+
+    def _rows_of(self, part: Sequence[tuple[int, Prompt]]) -> Iterator[Pool]:
+        """Run prompts, each with its number."""
+        outputs = self._generate([prompt for _, prompt in part], plan=self._plan, progress=False, **self._params)
+        for (number, _), output in zip(part, outputs, strict=True):
+            rows = {key: output.captures[key] for key in self._asked.planes}
+            context: tuple[torch.Tensor, ...] = ()
+            if self._asked.with_context:
+                positions = torch.tensor(output.captures.positions[self._asked.planes[0]], dtype=torch.int64)
+                ids = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
+                context = ids[positions], positions, torch.full_like(positions, number)
+            yield Pool(rows, context)
+
+
+def captures_of(asked: Asked, positions: Any, dtype: Any) -> Plan:
+    """The captures of the rows that batches are made of."""
+    return Plan.of([
+        Capture(site, layers=layer, when=when, positions=positions, dtype=dtype) for site, layer, when in asked.planes
+    ])  # fmt: skip
