@@ -20,9 +20,11 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load, save_file
 from servers import Server, serving
 
+from midstream import SAE, Remote
 from midstream.sites import LAYER_SITES
 
 pytestmark = pytest.mark.engine
@@ -150,19 +152,23 @@ class Page:
         """Choose the pair in the heatmaps, or "mean"."""
         self["shown"].find_element("css selector", f"[value='{pair}']").click()
 
-    def readout(self) -> dict[str, str]:
-        return dict(zip(self.texts("#readout dt"), self.texts("#readout dd"), strict=True))
+    def readout(self, name: str = "readout") -> dict[str, str]:
+        return dict(zip(self.texts(f"#{name} dt"), self.texts(f"#{name} dd"), strict=True))
 
-    def copied(self, directory: Path) -> str:
+    def choose(self, name: str, value: str) -> None:
+        """Choose an option of a select."""
+        self[name].find_element("css selector", f"option[value='{value}']").click()
+
+    def copied(self, directory: Path, prefix: str = "", file: str = "sweep.py") -> str:
         """What "Copy as Python" gives. A browser without a clipboard saves it in the directory."""
         grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
         self.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
-        self["copy"].click()
-        self.wait(lambda: self.text("taking-note"))
-        if self.text("taking-note") == "Copied.":
+        self[f"{prefix}copy"].click()
+        self.wait(lambda: self.text(f"{prefix}taking-note"))
+        if self.text(f"{prefix}taking-note") == "Copied.":
             return str(self.browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])"))
-        self.wait((directory / "sweep.py").exists)
-        return (directory / "sweep.py").read_text()
+        self.wait((directory / file).exists)
+        return (directory / file).read_text()
 
     def exported(self, directory: Path) -> list[dict[str, str]]:
         """The rows of "Export the cells"."""
@@ -454,8 +460,8 @@ def test_what_a_user_writes_stays_text(page: Page) -> None:
 # -------------------------------------------------------------------------------------------------------- several pairs
 
 
-def ran(text: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the code of "Copy as Python" as it is, with the API key in the environment. Returns its `result`."""
+def ran(text: str, monkeypatch: pytest.MonkeyPatch, name: str = "result") -> Any:
+    """Run the code of "Copy as Python" as it is, with the API key in the environment. Returns its variable of this name."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -465,7 +471,7 @@ def ran(text: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     exec(compile(text, "sweep.py", "exec"), names)
     pyplot.close("all")
     names["model"].close()
-    return names["result"]
+    return names[name]
 
 
 def assert_shows(page: Page, values_by_site: dict[str, Any]) -> None:
@@ -777,7 +783,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
 
 def test_the_page_fits_a_laptops_screen(page: Page) -> None:
     page.sweep()
-    for tab in ("tracing", "steering"):
+    for tab in ("tracing", "steering", "scores"):
         page[f"tab-{tab}"].click()
         size = "const it = document.documentElement; return [it.scrollWidth, it.scrollHeight, innerWidth, innerHeight]"
         width, height, *screen = page.run(size)
@@ -868,20 +874,23 @@ def test_steered_and_unsteered_texts_stream_side_by_side(page: Page, server: Ser
     assert page.text("steered") == text_of(server, -12.5, mode)
 
 
-@pytest.mark.parametrize("mode", ["completion", "chat"])
-def test_a_vector_is_made_from_two_prompts(page: Page, mode: str) -> None:
-    """It is the difference of the rows that plain HTTP captures."""
+@pytest.mark.parametrize(
+    "mode, tab, layer", [("completion", "steering", ("layers", "3, 5")), ("chat", "scores", ("score-layer", "3"))]
+)
+def test_a_vector_is_made_from_two_prompts(page: Page, mode: str, tab: str, layer: tuple[str, str]) -> None:
+    """It is the difference of the rows that plain HTTP captures, and both tabs list it."""
     texts = {"more": "I love this. It is", "less": "I hate this. It is"}
-    page["tab-steering"].click()
+    page[f"tab-{tab}"].click()
     page["making"].find_element("css selector", "summary").click()
     page["mode"].find_element("css selector", f"[value={mode}]").click()
     page["make"].click()
     page.wait(lambda: page.text("making-note") == "Enter two prompts and a name.")
-    for name, text in {**texts, "name": f"love {mode}", "layers": "3, 5"}.items():
+    for name, text in {**texts, "name": f"love {mode}", **dict([layer])}.items():
         page.write(name, text)
     page["make"].click()
     page.wait(lambda: page.text("making-note") == f"Made love {mode} from resid_post of layer 3.")
     assert page["vector"].get_attribute("value") == f"love {mode}"
+    assert page["score-by"].get_attribute("value") == f"vector:love {mode}"
 
     def row(text: str) -> np.ndarray:
         given = {"messages": [{"role": "user", "content": text}]} if mode == "chat" else {"prompt": text}
@@ -980,3 +989,341 @@ def test_a_sweep_that_fails_on_its_way_says_why(page: Page, body: str, message: 
         page["run"].click()
         page.wait(lambda: page.text("sweep-alert") == message)
         assert page.text("progress") == "Failed" and page["run"].is_enabled()
+
+
+# -------------------------------------------------------------------------------------------------------------- scores
+
+PROBE = {"kind": "probe", "site": "resid_post", "layer": 5, "weight": "far", "name": "score", "positions": "all"}
+FEATURE = {"kind": "sae", "sae": "random", "do": "capture", "features": 7, "name": "score", "positions": "all"}
+
+
+@pytest.fixture
+def sae(server: Server) -> Iterator[SAE]:
+    """On the server, with the name "random"."""
+    torch.manual_seed(0)
+    features = torch.nn.functional.normalize(torch.randn(64, HIDDEN), dim=1)
+    weights = {"W_enc": features.T, "b_enc": torch.zeros(64), "W_dec": features, "b_dec": torch.zeros(HIDDEN)}
+    config = {"architecture": "standard", "d_in": HIDDEN, "d_sae": 64}
+    with Remote(server.url, api_key=KEY) as model:
+        model.saes["random"] = made = SAE(config, weights, site="resid_post", layer=3)
+        yield made
+        del model.saes["random"]
+
+
+class Strip:
+    """The tokens in the tab "Scores", and its form."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+
+    def open(
+        self, vectors: Path | None = None, mode: str = "completion", tokens: int = 12, prompt: str = CLEAN
+    ) -> None:
+        page = self.page
+        page["tab-scores"].click()
+        if vectors is not None:
+            page["upload"].send_keys(str(vectors))
+            page.wait(lambda: page.text("upload-note") == "Added far.")
+            assert page["score-by"].get_attribute("value") == "vector:far"
+        page.choose("mode", mode)
+        page.write("prompt", prompt)
+        page.write("tokens", str(tokens))
+
+    def run(self) -> str:
+        """Generate to the end. Returns how it ended."""
+        self.page["score-generate"].click()
+        self.page.wait(lambda: "generated" in self.page.text("score-progress"))
+        return self.page.text("score-progress")
+
+    def tokens(self) -> list[tuple[str, float | None]]:
+        """The text and the score of each token. They stand in the order of their positions."""
+        script = """return [...document.querySelectorAll("#score-tokens [role=option]")].map((it) =>
+            [it.getAttribute("aria-label"), it.classList.contains("unscored")])"""
+        found: list[tuple[str, float | None]] = []
+        for label, is_unscored in self.page.run(script):
+            text, position, score = re.fullmatch(r"(.*), position (\d+): (.*)", label, re.DOTALL).groups()  # type: ignore[union-attr]
+            assert int(position) == len(found) and is_unscored == (score in ("not yet", "none")), label
+            found.append((text, None if is_unscored else float(score.replace("−", "-"))))
+        return found
+
+    def scores(self) -> list[float | None]:
+        return [score for _, score in self.tokens()]
+
+
+@pytest.fixture
+def strip(page: Page) -> Strip:
+    return Strip(page)
+
+
+def answer_of(server: Server, probe: dict[str, Any], mode: str = "completion", tokens: int = 12) -> dict[str, Any]:
+    """What the server answers to the same request by plain HTTP."""
+    body = {"model": "demo", "max_tokens": tokens, "temperature": 0, "midstream": {"plan": [probe]}}
+    chat = ("/v1/chat/completions", {"messages": [{"role": "user", "content": CLEAN}]})
+    path, given = chat if mode == "chat" else ("/v1/completions", {"prompt": CLEAN})
+    status, found = server.post(path, {**body, **given}, key=KEY)
+    assert status == 200, found
+    return dict(found)
+
+
+def assert_scores(found: list[float | None], scores: list[list[float]]) -> None:
+    """The last token has none."""
+    assert found == [*(pytest.approx(each, rel=2e-3, abs=2e-3) for (each,) in scores), None]
+
+
+@contextlib.contextmanager
+def holding_streams(page: Page) -> Iterator[Callable[[int], Any]]:
+    """Open the page with streams that wait. The function lets it have so many of their next events."""
+    script = """
+        const [fetching, encoder] = [window.fetch, new TextEncoder()];
+        let [allowed, wake] = [0, () => {}];
+        window.allow = (count) => { allowed = count; wake(); };
+        const turn = async () => {
+          while (!allowed) await new Promise((resolve) => (wake = resolve));
+          allowed--;
+        };
+        window.fetch = async (address, request) => {
+          const response = await fetching(address, request);
+          if (!String(request?.body).includes('"stream":true')) return response;
+          let rest = "";
+          const hold = async (text, controller) => {
+            const events = (rest + text).split("\\n\\n");
+            rest = events.pop();
+            for (const event of events) {
+              await turn();
+              controller.enqueue(encoder.encode(event + "\\n\\n"));
+            }
+          };
+          const abort = (controller) => request.signal.addEventListener("abort", () => controller.error(request.signal.reason));
+          const holding = new TransformStream({ start: abort, transform: hold });
+          const held = response.body.pipeThrough(new TextDecoderStream()).pipeThrough(holding);
+          return new Response(held, { status: response.status, headers: response.headers });
+        };"""
+    added = page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+    try:
+        page.open()
+        yield lambda count: page.run("window.allow(arguments[0])", count)
+    finally:
+        page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_tokens_are_coloured_while_they_stream(page: Page, strip: Strip, vectors: Path, mode: str) -> None:
+    with holding_streams(page) as allow:
+        strip.open(vectors, mode)
+        for _ in range(5):
+            page["score-generate"].click()
+            page.wait(lambda: len(strip.tokens()) == 5)  # the prompt's, before any event
+            assert strip.scores() == [None] * 5
+            allow(1 + (mode == "chat"))  # a chat begins with an event without a token
+            page.wait(lambda: len(strip.tokens()) >= 6)
+            if len(early := strip.scores()) < 17:  # vLLM sends several tokens at once if the server lags
+                break
+        assert 6 <= len(early) < 17 and early[-1] is None and None not in early[:-1]
+        assert page.text("score-progress") == "Generating…" and page["score-stop"].is_enabled()
+        assert page["score-progress"].get_attribute("aria-busy") == "true"
+        totals = page.text("score-totals")
+        allow(1000)
+        page.wait(lambda: "generated" in page.text("score-progress"))
+    answer = answer_of(page.server, PROBE, mode)
+    scores = answer["midstream"]["scores"]["score"]["scores"]
+    assert page.text("score-progress") == "12 tokens generated · ended at the limit of tokens"
+    assert_scores(strip.scores(), scores)
+    assert early[:-1] == strip.scores()[: len(early) - 1]
+    choice = answer["choices"][0]
+    text = choice["text"] if mode == "completion" else choice["message"]["content"]
+    assert "".join(text for text, _ in strip.tokens()) == (CLEAN + text).replace(" ", "·")
+    assert page.texts(".score.begins")[0] == strip.tokens()[5][0].replace("·", " ")
+    most, mean = (float(each.replace("−", "-")) for each in re.findall(r"−?[\d.]+", page.text("score-totals")))
+    assert page.text("score-totals") != totals
+    assert [most, mean] == pytest.approx([np.max(scores), np.mean(scores)], rel=1e-3)
+
+
+def test_colours_diverge_from_zero(page: Page, strip: Strip, vectors: Path) -> None:
+    strip.open(vectors)
+    strip.run()
+    amounts = page.run("""return [...document.querySelectorAll(".score:not(.unscored)")].map((it) =>
+        parseFloat(it.style.getPropertyValue("--amount")) * (it.classList.contains("below") ? -1 : 1) / 100)""")
+    scores = np.array(strip.scores()[:-1], float)
+    assert (scores < 0).any() and (scores > 0).any()
+    assert amounts == pytest.approx(
+        (scores / np.abs(scores[1:]).max()).clip(-1, 1), abs=2e-3
+    )  # the first token widens nothing
+    ends = re.findall(r"−?[\d.]+", page["score-gradient"].get_attribute("aria-label"))
+    assert [float(each.replace("−", "-")) for each in ends] == [scores[1:].min(), scores[1:].max()]
+    page.choose("score-activation", "sigmoid")
+    page.write("score-bias", "-100")
+    strip.run()
+    assert page["score-gradient"].get_attribute("aria-label") == "Colours: score from 0, white, to 1.000, blue"
+    scored = answer_of(page.server, {**PROBE, "bias": -100, "activation": "sigmoid"})["midstream"]["scores"]["score"]
+    assert_scores(strip.scores(), scored["scores"])
+
+
+@pytest.mark.parametrize("kind", ["vector", "sae"])
+def test_the_copied_code_gives_the_same_scores(
+    page: Page, strip: Strip, vectors: Path, sae: SAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.open()  # with the SAE
+    strip.open(vectors, "chat" if kind == "vector" else "completion", 6)
+    if kind == "sae":
+        page.choose("score-by", "sae:random")
+        assert page.text("score-by-note") == "64 features of resid_post at layer 3"
+        assert page["score-layer"].get_attribute("value") == "3" and not page["score-layer"].is_enabled()
+        assert not page["score-bias"].is_displayed()
+        page.write("score-feature", "7")
+    strip.run()
+    output = ran(page.copied(tmp_path, "score-", "scores.py"), monkeypatch, "output")
+    assert_scores(strip.scores(), output.scores["score"].tolist())
+    assert output.scores.positions["score"] == list(range(10))
+    if kind == "sae":
+        assert page["score-gradient"].get_attribute("aria-label").startswith("Colours: score from 0, white, to ")
+        assert_scores(
+            strip.scores(), answer_of(page.server, FEATURE, tokens=6)["midstream"]["scores"]["score"]["scores"]
+        )
+
+
+@pytest.mark.parametrize(
+    "prompt, length", [("I", 1), (CLEAN, 5)]
+)  # it ends at a generated token, and at one of the prompt
+def test_a_probe_that_ends_the_request_is_named_with_its_token(
+    page: Page, strip: Strip, vectors: Path, prompt: str, length: int
+) -> None:
+    strip.open(vectors, prompt=prompt)
+    strip.run()
+    *tokens, _ = strip.tokens()
+    at, (token, score) = max(enumerate(tokens), key=lambda each: each[1][1] or 0.0)
+    assert score is not None and (at >= length) == (length == 1)
+    page.write("score-above", str(score - 1))
+    ending, count = strip.run(), max(0, at + 1 - length)
+    assert ending.startswith(f"{count} tokens generated · ended: the score of {token} at position {at} is above ")
+    assert [score is not None for score in strip.scores()] == [i <= at for i in range(max(length, at + 1))]
+
+
+def test_stop_keeps_the_scores_that_have_come(page: Page, strip: Strip, vectors: Path) -> None:
+    with holding_streams(page) as allow:
+        strip.open(vectors, tokens=400)
+        page["score-generate"].click()
+        allow(1)
+        page.wait(lambda: len(strip.tokens()) >= 6)
+        page["score-stop"].click()
+        page.wait(lambda: page.text("score-progress").endswith(" generated · stopped"))
+        found = strip.scores()
+        assert len(found) < 405 and found[-1] is None and None not in found[:-1]
+        assert not page["score-stop"].is_enabled() and page["score-copy"].is_displayed()
+        gauges = "/v1/midstream/gauges"
+        page.wait(lambda: page.server.ask("GET", gauges, key=KEY)[1]["server"]["running_prompts"] == 0)
+        page.write("tokens", "2")
+        page["score-generate"].click()
+        allow(1000)
+        page.wait(lambda: page.text("score-progress").startswith("2 tokens generated"))
+        assert len(strip.tokens()) == 7
+
+
+def test_mistakes_of_scores_are_said_at_their_fields(page: Page, strip: Strip, vectors: Path, sae: SAE) -> None:
+    page.expected = "completions .* 400"
+    page.open()
+    strip.open(vectors, prompt="")
+    page.write("score-layer", "")
+    page["score-generate"].click()
+    assert (page.text("prompt-note"), page.text("score-layer-note")) == ("Enter a prompt.", "Enter a number.")
+    assert page.focused()["id"] == "score-layer"
+    page.choose("score-site", "mlp_act")
+    assert page.text("score-site-note") == "is 512 wide, the vector 256"
+    page.choose("score-site", "resid_post")
+    page.write("prompt", CLEAN)
+    page.write("score-layer", "99")
+    page["score-generate"].click()
+    page.wait(lambda: "Probe.layer is 99" in page.text("score-layer-note"))
+    assert page["score-layer"].get_attribute("aria-invalid") == "true" and page.focused()["id"] == "score-layer"
+    page.choose("score-by", "sae:random")
+    page.write("score-feature", "99")
+    page["score-generate"].click()
+    page.wait(lambda: page.text("score-feature-note") == "SAE.capture: feature is 99; allowed: 0 to 63.")
+    page.write("score-feature", "7")
+    page.write("tokens", "4000")
+    page["score-generate"].click()
+    page.wait(lambda: "max_tokens=4000" in page.text("tokens-note"))
+    page.write("tokens", "3")
+    page.run("arguments[0].value = 'word '.repeat(600)", page["prompt"])
+    page["score-generate"].click()
+    page.wait(lambda: "length" in page.text("score-alert"))
+    assert page.text("score-progress").endswith("failed")
+
+
+def test_characters_that_several_tokens_share_do_not_shift_the_scores(page: Page, strip: Strip, sae: SAE) -> None:
+    """An event may have several tokens, and vLLM gives the whole character to the token that completes it."""
+    hostile = "<b>x</b>"
+    first = {"token_ids": [1, 2, 3], "logprobs": {"tokens": ["", "", "日"]}, "prompt_token_ids": [0] * 7}
+    scores = [
+        {"positions": [*range(9)], "scores": [[i] for i in range(8)] + [[None]]},
+        {"positions": [9], "scores": [[9]]},
+    ]
+    choices = [first, {"token_ids": [4], "logprobs": {"tokens": [hostile]}, "finish_reason": "stop"}]
+    chunks = [
+        {"choices": [choice], "midstream": {"scores": {"score": each}}}
+        for choice, each in zip(choices, scores, strict=True)
+    ]
+    body = "".join(
+        f"data: {json.dumps(each)}\n\n" for each in [*chunks, {"error": {"message": "The engine has ended."}}]
+    )
+    with answering(page, "/completions", 200, body):
+        strip.open(prompt="日本 is")
+        page.write("score-feature", "0")
+        assert strip.run() == "4 tokens generated · failed"
+    labels = page.run("return [...document.querySelectorAll('.score')].map((it) => it.getAttribute('aria-label'))")
+    assert labels[:2] == ["⟨E6⟩, position 0: 0", "⟨97⟩, position 1: 1.000"]
+    assert labels[6:] == [
+        *("·is, position 6: 6.000", "∅, position 7: 7.000", "∅, position 8: not finite", "日, position 9: 9.000"),
+        f"{hostile}, position 10: none",
+    ]
+    assert page.text("score-alert") == "The engine has ended." and not page.all("#score-tokens b")
+
+
+def test_the_keyboard_moves_between_tokens(page: Page, strip: Strip, vectors: Path) -> None:
+    from selenium.webdriver import ActionChains, Keys
+
+    strip.open(vectors, tokens=60, prompt="1 2 3 4 5 6 7 8 9 " * 8)
+    strip.run()
+
+    def press(*keys: str) -> str:
+        for key in keys:
+            ActionChains(page.browser).send_keys(key).perform()
+        return page.focused()["label"]
+
+    page["score-generate"].send_keys(Keys.TAB)  # Stop is disabled
+    assert page.focused()["role"] == "option"
+    tokens = strip.tokens()
+    last = len(tokens) - 1
+    assert press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT).startswith(f"{tokens[1][0]}, position 1: ")
+    assert page.readout("score-readout")["Position"] == "1" and page.readout("score-readout")["Part"] == "prompt"
+    assert page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    tops = "const it = document.activeElement; return [it.offsetTop, it.offsetLeft]"
+    (top, left), _ = page.run(tops), press(Keys.ARROW_DOWN)
+    lower = page.run(tops)
+    assert lower[0] > top and abs(lower[1] - left) < 40
+    press(Keys.ARROW_UP)
+    assert page.run(tops)[0] == top
+    assert press(Keys.END, Keys.ARROW_RIGHT, Keys.ARROW_DOWN).endswith(f"position {last}: none")  # the last one stays
+    assert page.readout("score-readout")["Part"] == "generated" and page.readout("score-readout")["Score"] == "none"
+    assert press(Keys.HOME).startswith("1, position 0: ")
+    assert len(page.all("#score-tokens [tabindex='0']")) == len(page.all("[aria-selected=true].score")) == 1
+    ActionChains(page.browser).move_to_element(page.all(".score")[3]).perform()
+    assert page.readout("score-readout")["Position"] == "3"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_scored_tokens_are_readable_in_both_themes(page: Page, strip: Strip, vectors: Path, theme: str) -> None:
+    page.open(theme=theme)
+    strip.open(vectors)
+    strip.run()
+    page.all(".score")[3].click()
+    for selector in (
+        "#score-progress",
+        "#score-totals",
+        "#score-ticks",
+        "#score-legend li",
+        "#score-readout dt",
+        ".score.unscored",
+    ):
+        assert contrast(page, selector) >= 4.5, selector
+    assert min(contrast(page, f".score:nth-child({i + 1})") for i in range(len(strip.tokens()))) >= 3.5

@@ -128,6 +128,7 @@ def test_token_strings_of_both_kinds_become_text(node: Path) -> None:
         "日 x\n": ["æĹ", "¥", "Ġx", "Ċ"],
         "Paris is\n": ["<s>", "▁Paris", "▁is", "<0x0A>"],
         "naïve": ["▁na", "ï", "ve"],
+        "Yes ": ["<|user|>", "Ċ", "Yes", "Ġ", "<|end|>"],  # in a chat template
     }
     script = f"""
     import {{ textsOf }} from "./tokens.js";
@@ -137,6 +138,7 @@ def test_token_strings_of_both_kinds_become_text(node: Path) -> None:
         ["⟨E6⟩⟨97⟩", "⟨A5⟩", " x", "\n"],
         ["<s>", " Paris", " is", "\n"],
         [" na", "ï", "ve"],
+        ["<|user|>", "\n", "Yes", " ", "<|end|>"],
     ]
 
 
@@ -169,6 +171,13 @@ def test_a_pair_is_named_by_what_differs(node: Path) -> None:
     import {{ difference }} from "./tokens.js";
     for (const pair of {json.dumps(pairs)}) console.log(JSON.stringify(difference(...pair)));"""
     assert evaluated(node, script) == ["France → Italy", "France → United Kingdom", "b → ∅", "a b"]
+
+
+def test_a_number_keeps_four_digits_whatever_its_size(node: Path) -> None:
+    script = """
+    import { significant } from "./dom.js";
+    for (const value of [0, 1234.5678, -12345.6, 12.345678, -0.0123456, 1e-9]) console.log(JSON.stringify(significant(value)));"""
+    assert evaluated(node, script) == ["0", "1235", "−12346", "12.35", "−0.01235", "0.000000"]
 
 
 def test_layers_are_read_from_text(node: Path) -> None:

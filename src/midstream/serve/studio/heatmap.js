@@ -1,37 +1,12 @@
 // The figure of one site: layers as rows, the first at the bottom, tokens or heads as columns, and a cell for each pair of them. It is an
 // ARIA grid: one cell takes part in the tab order, and the arrow keys move between cells.
 
+import { paint } from "./colours.js";
 import { make, number } from "./dom.js";
 import { visible } from "./tokens.js";
 
 /** Why a column without positions is void. */
 export const UNALIGNED = "no token of the other prompt corresponds";
-
-/** Colours of values: white where the patch changes nothing, blue above that, red below. */
-export class Scale {
-  /** `centre`: the metric of the patched prompt without a patch. `reach`: the other prompt's. */
-  constructor(centre, reach) {
-    this.centre = centre;
-    this.reach = reach;
-    this.half = Math.abs(reach - centre) || 1e-6;
-    [this.low, this.high] = [Math.min(centre, reach), Math.max(centre, reach)]; // of all that has come
-  }
-
-  /** Widen the scale to hold a value. Returns whether it changed. */
-  hold(value) {
-    const distance = Math.abs(value - this.centre);
-    if (distance > 1e3) return false; // beyond a thousand nats the value is minus infinity
-    [this.low, this.high] = [Math.min(this.low, value), Math.max(this.high, value)];
-    if (!(distance > this.half)) return false;
-    this.half = distance;
-    return true;
-  }
-
-  /** From -1, the deepest red, to 1, the deepest blue. */
-  amount(value) {
-    return Math.max(-1, Math.min(1, (value - this.centre) / this.half));
-  }
-}
 
 /** The mean of the numbers among these values, or null. */
 export function mean(values) {
@@ -182,10 +157,7 @@ export class Heatmap {
   }
 
   colour({ element, cell }, scale) {
-    const amount = scale && typeof cell?.value === "number" ? scale.amount(cell.value) : 0;
-    element.style.setProperty("--amount", `${(100 * Math.abs(amount)).toFixed(1)}%`);
-    element.classList.toggle("below", amount < 0);
-    element.classList.toggle("deep", Math.abs(amount) > 0.62);
+    paint(element, scale, cell?.value);
   }
 
   /** Mark the cells whose value is no further than `floor` from `centre`. */

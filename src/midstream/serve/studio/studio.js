@@ -1,9 +1,12 @@
 // The page's frame: the server's description, the API key, the theme and the tabs.
 
 import { find } from "./dom.js";
+import * as generation from "./generation.js";
+import * as scores from "./scores.js";
 import { ask, key, settled } from "./server.js";
 import * as steering from "./steering.js";
 import * as tracing from "./tracing.js";
+import * as vectors from "./vectors.js";
 
 const THEME = "midstream-theme";
 const THEMES = ["auto", "light", "dark"];
@@ -16,8 +19,9 @@ async function connect(signal) {
     find("model").className = "";
     find("key").removeAttribute("aria-invalid");
     document.title = `${model.id} · midstream studio`;
-    tracing.connected(found);
-    await steering.connected(found, model.id);
+    for (const tab of [tracing, steering, scores]) tab.connected(found);
+    await vectors.listSources();
+    await generation.connected(model.id);
   } catch (error) {
     if (error.name === "AbortError") return;
     find("model").textContent = error.message;
@@ -62,6 +66,8 @@ function listenToTabs() {
       each.tabIndex = isOpen ? 0 : -1;
       find(each.getAttribute("aria-controls")).hidden = !isOpen;
     }
+    // Fields that several tabs have are one element, which moves to the open tab.
+    for (const slot of find(tab.getAttribute("aria-controls")).querySelectorAll("[data-slot]")) slot.append(find(slot.dataset.slot));
     history.replaceState(null, "", `#${tab.getAttribute("aria-controls")}`);
   };
   find("tabs").addEventListener("click", (event) => tabs.includes(event.target) && open(event.target));
@@ -78,6 +84,6 @@ function listenToTabs() {
 listenToTheme();
 listenToTabs();
 listenToKey();
-tracing.listen();
-steering.listen();
+for (const each of [generation, tracing, steering, scores]) each.listen();
+vectors.listen(steering.form, scores.form);
 connect();

@@ -16,14 +16,13 @@ function byteAlphabet() {
 export function textsOf(strings, prompt) {
   const bytes = strings.map(bytesOf);
   const whole = new TextDecoder().decode(Uint8Array.from(bytes.flat()));
-  if (whole.endsWith(prompt)) return bytes.map(textOf); // special tokens may stand before the prompt
-  return strings.map((each) => {
-    const byte = each.match(/^<0x([0-9A-F]{2})>$/);
-    return byte ? textOf([parseInt(byte[1], 16)]) : each.replaceAll("▁", " "); // as SentencePiece stores them
-  });
+  if (whole.includes(prompt.trim())) return bytes.map(textOf); // a chat template may trim it, and puts other text around it
+  return strings.map((each) => (each.startsWith("<0x") ? textOf(bytesOf(each)) : each.replaceAll("▁", " ")));
 }
 
 function bytesOf(string) {
+  const byte = string.match(/^<0x([0-9A-F]{2})>$/);
+  if (byte) return [parseInt(byte[1], 16)]; // as SentencePiece stores them
   const bytes = [...string].map((each) => byteOf.get(each));
   return bytes.includes(undefined) ? [...new TextEncoder().encode(string.replaceAll("▁", " "))] : bytes;
 }

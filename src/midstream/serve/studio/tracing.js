@@ -1,8 +1,9 @@
 // The tab "Causal tracing": a form, the sweep's events as they come, and the top tokens of a chosen cell.
 
-import { find, isWrong, make, note, number, percent } from "./dom.js";
+import { Scale, showBar } from "./colours.js";
+import { copyOrSave, find, isWrong, make, note, number, percent, save, showReadout } from "./dom.js";
 import { eventsOf } from "./events.js";
-import { columnsOf, Heatmap, mean, nameOf, Scale, UNALIGNED } from "./heatmap.js";
+import { columnsOf, Heatmap, mean, nameOf, UNALIGNED } from "./heatmap.js";
 import { checkPairs, fillPair, focusWrongPair, listenToPairs, readAll, refuse, showPairs, textsOfPairs } from "./pairs.js";
 import { failure, respond, root } from "./server.js";
 import { difference, visible } from "./tokens.js";
@@ -42,8 +43,8 @@ export function listen() {
   find("cancel").addEventListener("click", () => running?.controller.abort());
   find("example").addEventListener("click", fillExample);
   find("shown").addEventListener("change", () => sweep.view(find("shown").value === "mean" ? null : Number(find("shown").value)));
-  find("copy").addEventListener("click", copy);
-  find("export").addEventListener("click", () => save("sweep.csv", sweep.table()));
+  find("copy").addEventListener("click", () => copyOrSave(sweep.python(), "sweep.py", "taking-note"));
+  find("export").addEventListener("click", () => save(sweep.table(), "sweep.csv", "taking-note"));
 }
 
 /** The server is there: list its sites, and check what the form already holds. */
@@ -237,7 +238,8 @@ class Sweep {
     this.scale = null;
     if (baselines.length) {
       const [low, high] = metric ? ["corrupt", "clean"].map((name) => mean(baselines.map((each) => metric(each[name])))) : [0, 1];
-      this.scale = this.isNoising ? new Scale(high, low) : new Scale(low, high);
+      const ends = this.isNoising ? [high, low] : [low, high];
+      this.scale = new Scale(...ends, 1e3); // beyond a thousand nats the value is minus infinity
       for (const { cell } of this.places) if (typeof cell?.value === "number") this.scale.hold(cell.value);
     }
     this.recolour();
@@ -272,7 +274,9 @@ class Sweep {
 
   legend() {
     find("legend").hidden = !this.scale;
-    if (this.scale) showLegend(this.scale, METRICS[this.body.metric], this.patched);
+    if (!this.scale) return;
+    const named = [[this.scale.centre, this.patched], [this.scale.reach, this.isNoising ? "corrupt" : "clean"]];
+    showBar({ gradient: "gradient", ticks: "ticks" }, this.scale, METRICS[this.body.metric], named);
   }
 
   showProgress() {
@@ -359,9 +363,7 @@ for site in result.outline.grid.sites:
       }
       if (place.isQuiet) rows.push(["Noise", "within the noise floor"]);
     }
-    find("readout").replaceChildren(
-      ...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]),
-    );
+    showReadout("readout", rows);
   }
 
   /** A pair's part of the body. */
@@ -399,24 +401,6 @@ for site in result.outline.grid.sites:
   }
 }
 
-// What can be taken from the page.
-
-async function copy() {
-  try {
-    await navigator.clipboard.writeText(sweep.python());
-    find("taking-note").textContent = "Copied.";
-  } catch {
-    save("sweep.py", sweep.python()); // a browser keeps the clipboard from pages of plain http
-  }
-}
-
-function save(name, text) {
-  const link = make("a", { href: URL.createObjectURL(new Blob([text])), download: name });
-  link.click();
-  URL.revokeObjectURL(link.href);
-  find("taking-note").textContent = `Saved as ${name}.`;
-}
-
 /** A field of a table, with quotes if it needs them. */
 function quoted(value) {
   const text = String(value ?? "");
@@ -427,31 +411,6 @@ function quoted(value) {
 function small(value) {
   if (value === 0 || value >= 0.001) return number(value, value === 0 ? 0 : 3);
   return value.toExponential(0).replace("-", "−");
-}
-
-// The colour bar.
-
-/** The bar goes from the lowest value on the page to the highest. */
-function showLegend(scale, metric, patched) {
-  const other = patched === "clean" ? "corrupt" : "clean";
-  const { low, high, centre, reach } = scale;
-  const place = (value) => (100 * (value - low)) / (high - low || 1);
-  const share = (value) => `${100 * Math.abs(scale.amount(value))}%`;
-  const gradient = find("gradient");
-  for (const [name, value] of [["--below", share(low)], ["--above", share(high)], ["--white", `${place(centre)}%`]]) {
-    gradient.style.setProperty(name, value);
-  }
-  gradient.setAttribute("aria-label", `Colours: ${metric} from ${number(low, 2)}, red, to ${number(high, 2)}, blue`);
-  const named = [[place(centre), `${patched} ${number(centre, 2)}`], [place(reach), `${other} ${number(reach, 2)}`]];
-  const ends = [[0, number(low, 2)], [100, number(high, 2)]];
-  const ticks = [...named, ...ends.filter(([at]) => named.every(([taken]) => Math.abs(taken - at) > 20))];
-  find("ticks").replaceChildren(
-    ...ticks.map(([place, text]) => {
-      const tick = make("span", { class: place < 12 ? "first" : place > 88 ? "last" : "" }, text);
-      tick.style.setProperty("--at", `${place}%`);
-      return tick;
-    }),
-  );
 }
 
 // A cell's top tokens.
