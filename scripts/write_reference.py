@@ -68,7 +68,7 @@ SECTIONS = {
     "Figures": [
         *[
             (f"midstream.plots:{name}", "", "")
-            for name in ("plot_heatmap", "plot_lines", "plot_logit_lens", "logit_lens")
+            for name in ("plot_heatmap", "plot_lines", "plot_logit_lens", "logit_lens", "plot_token_scores")
         ],
         ("midstream.plots:LogitLens", "lens", ""),
     ],

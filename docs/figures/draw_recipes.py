@@ -1,4 +1,4 @@
-"""Draws the figures of the sweeps' recipes, by running the recipes' code on transformers: `python docs/figures/draw_recipes.py`."""
+"""Draws the figures of the recipes, by running the recipes' code on transformers: `python docs/figures/draw_recipes.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from midstream import LanguageModel, demo_model
 
-RECIPES = ("factual-recall", "indirect-object", "heads", "coarse-to-fine")
+RECIPES = ("factual-recall", "indirect-object", "heads", "coarse-to-fine", "token-scores")
 FOLDER = Path(__file__).resolve().parent
 
 

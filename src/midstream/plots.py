@@ -1,4 +1,4 @@
-"""Figures for notebooks: a heatmap of layers and positions, curves, and the logit lens.
+"""Figures for notebooks: a heatmap of layers and positions, curves, the logit lens, and a text coloured by its tokens' scores.
 
     grid = [[diff(layer, position) for position in range(5)] for layer in range(8)]
     plot_heatmap(grid, tokens, range(8), title="logit difference, patched", path="patching.png")
@@ -8,6 +8,8 @@
     plot_logit_lens(model, "The capital of France is")       # runs one trace
     lens = logit_lens(model, "The capital of France is")     # the numbers alone
     plot_logit_lens(lens, path="lens.png")
+
+    plot_token_scores(tokens, output.scores["truth"], label="score", path="scores.png")
 
 The functions draw with pyplot: a notebook shows the figure once, and a script calls `pyplot.show()`. `path` is a file to write the figure
 to. matplotlib is imported when a figure is drawn: `pip install "midstream[plot]"`.
@@ -28,6 +30,9 @@ from midstream.errors import MidstreamError
 
 _LONGEST_LABEL = 12  # characters
 _WIDEST, _HIGHEST = 14.0, 20.0  # inches: a notebook scales larger figures down
+_HIGHEST_TEXT = 400.0  # inches: a file at 150 dpi may have 65,536 lines of pixels
+_CHARACTER = 9 * 0.602 / 72  # inches: the width of matplotlib's monospace font at 9 points
+_LINE = 0.24  # inches: the height of a line of such text
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,100 @@ def plot_logit_lens(
     return list(bands[:, 0])
 
 
+def plot_token_scores(
+    tokens: Iterable[str],
+    scores: Any,
+    title: str | None = None,
+    path: str | PathLike[str] | None = None,
+    *,
+    center: float = 0.0,
+    reach: float | None = None,
+    label: str = "score",
+    cmap: str = "RdBu_r",
+    wrap: int = 80,
+    ax: Any = None,
+) -> Any:
+    """Draw a text with each token on the colour of its score, as a `Probe` returns it: white at `center`, NaN in grey.
+
+    Newlines and tabs are written as `\\n` and `\\t`, and a line ends after a newline.
+
+    Args:
+        tokens: the text of each token, T of them.
+        scores: `[tokens]` or `[tokens, 1]`: a tensor, an array or a list. A token without a score, such as the last generated one, has NaN.
+        title, path, ax: as in `plot_heatmap`.
+        center: the score in the middle of the colour map, such as a threshold.
+        reach: the distance from `center` at which the colour map ends; if None, that of the farthest score.
+        label: the label of the colour bar.
+        cmap: the name of a matplotlib colour map that diverges.
+        wrap: the number of characters in a line.
+
+    Returns:
+        The Axes; `.figure` is its figure.
+
+    Raises:
+        MidstreamError: matplotlib is not installed, or there are no tokens, or another number of scores than tokens.
+    """
+    texts, values = list(tokens), torch.as_tensor(scores).detach().float().cpu()
+    if not texts or list(values.shape) not in ([len(texts)], [len(texts), 1]):
+        raise MidstreamError(
+            f"Token scores are [tokens] or [tokens, 1]; {list(values.shape)} was given, with {len(texts)} tokens. "
+            "A token without a score takes NaN."
+        )
+    values = values.reshape(-1)
+    finite = values[values.isfinite()]
+    farthest = (finite - center).abs().max().item() if finite.numel() else 0.0
+    reach = reach or farthest or 1.0
+    pyplot = _pyplot()
+    import matplotlib
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    placed = _wrapped(texts, wrap)
+    lines, columns = placed[-1][1] + 1, max(column + len(text) for text, _, column in placed)
+    if ax is None:
+        size = (max(4.0, 0.3 + _CHARACTER * columns), min(_HIGHEST_TEXT, 0.8 + 0.2 * bool(title) + _LINE * lines))
+        ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+    ax.set_title(title or "")
+    ax.axis("off")
+    boxes = PatchCollection(
+        [Rectangle((column, line), max(1, len(text)), 1) for text, line, column in placed],
+        cmap=matplotlib.colormaps[cmap].with_extremes(bad="lightgrey"),
+        norm=matplotlib.colors.Normalize(center - reach, center + reach),
+        edgecolor="white",
+    )
+    boxes.set_array(values.numpy())
+    ax.add_collection(boxes, autolim=False)
+    clipped = "both" if farthest > reach else "neither"
+    place = {"orientation": "horizontal", "shrink": 0.5, "aspect": 40, "pad": 0.02}
+    bar = ax.figure.colorbar(boxes, ax=ax, label=label, extend=clipped, **place)
+    if finite.numel() and finite.min() < finite.max() and farthest <= reach:  # the bar ends at scores that tokens have
+        bar.ax.set_xlim(finite.min().item(), finite.max().item())
+    ax.figure.canvas.figure.draw_without_rendering()  # the layout sets the size of the Axes, which sets the size of the font
+    room = ax.get_window_extent().transformed(ax.figure.dpi_scale_trans.inverted())
+    ax.set(xlim=(0, max(columns, room.width / _CHARACTER)), ylim=(max(lines, room.height / _LINE), 0))
+    font = 9 * min(1.0, room.width / columns / _CHARACTER, room.height / lines / _LINE)
+    for (text, line, column), colour in zip(placed, boxes.to_rgba(values.numpy()), strict=True):
+        word = text.lstrip(" ")
+        written = {"color": _ink(colour), "fontsize": font, "family": "monospace", "parse_math": False}
+        ax.text(column + len(text) - len(word), line + 0.7, word, **written).set_in_layout(False)
+    write_figure(ax.figure, path)
+    return ax
+
+
+def _wrapped(tokens: list[str], wrap: int) -> list[tuple[str, int, int]]:
+    """What to write for each token, with its line and its first column."""
+    placed, line, column = [], 0, 0
+    for token in tokens:
+        text = _escaped(token)
+        if column and column + len(text) > wrap:
+            line, column = line + 1, 0
+        placed.append((text, line, column))
+        column += max(1, len(text))
+        if "\n" in token:
+            line, column = line + 1, 0
+    return placed
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as pyplot
@@ -273,9 +372,14 @@ def _label(axis: Any, labels: list[Any], room: float, turned: bool) -> None:
 def _write_cells(ax: Any, image: Any, grid: torch.Tensor, text: Sequence[Sequence[str]]) -> None:
     for row, cells in enumerate(text):
         for column, cell in enumerate(cells):
-            red, green, blue, _ = image.cmap(image.norm(grid[row, column].item()))
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-            ax.text(column, row, show(cell), ha="center", va="center", fontsize=8, color="white" if dark else "black")
+            ink = _ink(image.cmap(image.norm(grid[row, column].item())))
+            ax.text(column, row, show(cell), ha="center", va="center", fontsize=8, color=ink)
+
+
+def _ink(colour: Any) -> str:
+    """The colour of letters on a colour: white on a dark one."""
+    red, green, blue, _ = colour
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
 
 
 def write_figure(figure: Any, path: str | PathLike[str] | None) -> None:
@@ -285,9 +389,13 @@ def write_figure(figure: Any, path: str | PathLike[str] | None) -> None:
         _pyplot().close(figure)
 
 
+def _escaped(label: Any) -> str:
+    return str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+
+
 def show(label: Any) -> str:
     """A readable label: a dot for a leading space, escapes for newlines and tabs, long text truncated."""
-    text = str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    text = _escaped(label)
     text = "·" + text[1:] if text.startswith(" ") else text
     text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
     return text.replace("$", r"\$")  # two of them would make a formula

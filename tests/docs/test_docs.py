@@ -222,6 +222,8 @@ RECIPES = {
     "coarse-to-fine": "coarse=(",
     "sae": "sae_weights.safetensors",
     "monitor": "engine_plan = Probe(",
+    "conditional-steering": "When(",
+    "token-scores": "plot_token_scores(",
 }
 
 

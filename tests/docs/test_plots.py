@@ -21,7 +21,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402
 
-from midstream.plots import LogitLens, logit_lens, plot_heatmap, plot_lines, plot_logit_lens  # noqa: E402
+from midstream.plots import (  # noqa: E402
+    LogitLens,
+    logit_lens,
+    plot_heatmap,
+    plot_lines,
+    plot_logit_lens,
+    plot_token_scores,
+)
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -192,6 +199,62 @@ def test_lens_of_vllm(engine: Any) -> None:
 def test_lens_without_prompt_says_so(hf: Any) -> None:
     with pytest.raises(MidstreamError, match="takes a model and a prompt"):
         plot_logit_lens(hf)
+
+
+def written(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+@pytest.mark.parametrize("scores", [[0.5, -2.0, 1.0], torch.tensor([[0.5], [-2.0], [1.0]]).bfloat16()])
+def test_token_scores_colour_each_token_by_its_score(scores: Any) -> None:
+    ax = plot_token_scores(["The", " capital", "."], scores, "t", center=0.5, label="truth")
+    (boxes,) = ax.collections
+    assert boxes.get_array().tolist() == [0.5, -2.0, 1.0]
+    assert boxes.get_clim() == (-2.0, 3.0)  # the centre of the map is 0.5
+    red, green, blue, _ = boxes.to_rgba(0.5)
+    assert red == pytest.approx(green, abs=0.01) == pytest.approx(blue, abs=0.01)
+    assert (written(ax), ax.get_title()) == (["The", "capital", "."], "t")
+    assert [axes.get_xlabel() for axes in ax.figure.axes] == ["", "truth"]
+
+
+def test_token_scores_are_legible_and_leave_tokens_without_a_score_grey() -> None:
+    ax = plot_token_scores("abc", [-9.0, 0.0, float("nan")])
+    assert [text.get_color() for text in ax.texts] == ["white", "black", "black"]
+    ax.figure.canvas.draw()
+    assert ax.collections[0].get_facecolors()[2].tolist()[:3] == pytest.approx([211 / 255] * 3)
+
+
+def test_token_scores_show_newlines_tabs_and_dollars() -> None:
+    ax = plot_token_scores([" $5", "\n", "\t$6", "  ", "", "\\n", "x"], range(7))
+    assert written(ax) == ["$5", "\\n", "\\t$6", "", "", "\\n", "x"]
+    corners = [path.vertices[0].tolist() for path in ax.collections[0].get_paths()]
+    assert corners == [[0, 0], [3, 0], [0, 1], [4, 1], [6, 1], [7, 1], [9, 1]]
+
+
+@pytest.mark.parametrize("count", [1, 7, 200])
+def test_token_scores_wrap_lines_and_fit_into_the_figure(count: int) -> None:
+    ax = plot_token_scores([" token", "isation"] * count, torch.randn(2 * count), wrap=40)
+    boxes = [path.get_extents() for path in ax.collections[0].get_paths()]
+    assert max(box.x1 for box in boxes) <= 40 <= ax.get_xlim()[1]
+    assert len({box.y0 for box in boxes}) == -(-count // 3)
+    for text, box in list(zip(ax.texts, boxes, strict=True))[:: max(1, count // 5)]:
+        drawn = text.get_window_extent().transformed(ax.transData.inverted())
+        assert box.x0 - 0.5 < drawn.x0 and drawn.x1 < box.x1 + 0.5
+
+
+def test_token_scores_write_a_file_and_draw_into_given_axes(tmp_path: Path) -> None:
+    plot_token_scores(["a"], [1.0], path=tmp_path / "a.png")
+    assert not pyplot.get_fignums() and (tmp_path / "a.png").stat().st_size > 1000
+    _, (left, right) = pyplot.subplots(2, figsize=(3, 3), layout="constrained")
+    assert plot_token_scores(["word"] * 30, torch.zeros(30), ax=right, reach=2.0) is right
+    assert not left.collections and right.collections[0].get_clim() == (-2.0, 2.0)
+    assert right.texts[0].get_fontsize() < 9
+
+
+@pytest.mark.parametrize(("tokens", "scores"), [("ab", [1.0]), ("ab", [[1.0, 2.0]]), ("", [])])
+def test_token_scores_say_what_does_not_fit(tokens: str, scores: Any) -> None:
+    with pytest.raises(MidstreamError, match=rf"was given, with {len(tokens)} tokens.*NaN"):
+        plot_token_scores(tokens, scores)
 
 
 def test_matplotlib_is_loaded_when_a_figure_is_drawn_and_named_when_it_is_missing() -> None:

@@ -33,7 +33,7 @@ from plan_cases import (
 )
 from test_async import left
 
-from midstream import Capture, Patch, Plan, Probe, Span, Steer
+from midstream import Capture, Patch, Plan, Probe, Span, Steer, open_captures
 from midstream.errors import (
     CaptureError,
     EngineClosedError,
@@ -218,6 +218,16 @@ def test_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM
     assert max(waiting) < 40e6
     assert engine.sinks.stats["blocked_seconds"] > 1 and engine._connection.receiver.paced_waiting == 0
     engine.sinks.close()
+
+
+def test_requests_that_end_together_share_a_file(engine: VLLM, tmp_path: Path) -> None:
+    """Seen failing (a file and 0.2 s for each of them) where a request waits for its file before the next one is taken."""
+    begun = time.monotonic()
+    plan = Capture("resid_post", positions="all_prompt", to=tmp_path)
+    outputs = engine.generate([FRANCE] * 100, plan=plan, max_tokens=1)
+    assert time.monotonic() - begun < 10
+    assert len(open_captures(tmp_path)) == len(outputs) == 100
+    assert len(list(tmp_path.glob("*.safetensors"))) <= 5
 
 
 @pytest.mark.parametrize("where", ["sink", "output"])

@@ -15,6 +15,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -188,7 +189,9 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
     raise CaptureError(f"no installed package offers the consumer {name!r} (entry points {GROUP!r}): {hint}")
 
 
-LINGER = 0.2  # seconds for which ended requests wait for others, so that files are written for many requests together
+# Seconds for which ended requests wait for others, so that files are written for many requests together: any request, and those of
+# `collect` while others of it run.
+LINGER, COLLECT_LINGER = 0.2, 10.0
 
 
 class Delivery:
@@ -200,7 +203,7 @@ class Delivery:
         empty: `Rows` without rows, for planes of which none have come.
         error: why the consumer did not get all rows.
         begun: the consumer's `begin` has returned.
-        done: the consumer has all rows, or gets no more; `wait` returns.
+        finished: done once the consumer has all rows, or gets no more; `wait` returns.
     """
 
     def __init__(
@@ -216,7 +219,12 @@ class Delivery:
         self.seen: set[PlaneKey] = set()
         self.empty: dict[PlaneKey, Rows] = {}
         self.error: CaptureError | None = None
-        self.begun = self.done = False
+        self.begun = False
+        self.finished: Future[None] = Future()
+
+    @property
+    def done(self) -> bool:
+        return self.finished.done()
 
 
 class _QueuedCall(NamedTuple):
@@ -312,6 +320,11 @@ class ConsumerThread:
             self._wait_until(lambda: delivery.done)
         return delivery.error
 
+    def check(self) -> None:
+        """Fail the open requests if the consumer has stalled. Whoever waits for `Delivery.finished` calls it now and then."""
+        with self._changed:
+            self._find_stall()
+
     def close(self) -> None:
         """Let the consumer take what is queued, and end; then call `join`."""
         self._queue.close()
@@ -353,7 +366,8 @@ class ConsumerThread:
 
     def _finish(self, delivery: Delivery) -> None:
         with self._changed:
-            first, delivery.done = not delivery.done, True
+            if first := not delivery.done:
+                delivery.finished.set_result(None)
             self._open.discard(delivery)
             self._changed.notify_all()
         if first and delivery.error is not None and delivery.report is not None:
@@ -377,7 +391,7 @@ class ConsumerThread:
         """Wait for the next call and make it. Holds no rows afterwards. False if the thread ends: it was closed, or idle for too long."""
         now, timeout = time.monotonic(), None
         if self._unflushed:
-            timeout = self._unflushed_since + LINGER - now
+            timeout = self._unflushed_since + self._linger() - now
             if timeout <= 0:
                 return self._flush()
         elif self._idle is not None and not self._open:
@@ -399,6 +413,11 @@ class ConsumerThread:
         self._used = time.monotonic()
         self._queue.task_done()
         return True
+
+    def _linger(self) -> float:
+        with self._changed:
+            run = len(self._open) > len(self._unflushed)
+        return COLLECT_LINGER if run and self._unflushed[0].info.collected is not None else LINGER
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
         """Call the consumer. Returns the error that it raised."""

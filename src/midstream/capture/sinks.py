@@ -18,6 +18,7 @@ request ends. A consumer's failure affects neither its other requests nor the re
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
@@ -52,6 +53,7 @@ from midstream.plan.captures import Planes
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in chunks up to this size
+_CHECK_SECONDS = 1.0  # between checks for consumers that have stalled
 DIRECTORY_IDLE, CALLABLE_IDLE = 60.0, 1.0  # seconds without requests
 
 
@@ -214,6 +216,14 @@ class RequestCapture:
             delivery.thread.end(delivery, error)
         if self.report is not None:
             self._sinks.forget(self)
+
+    async def delivered(self) -> None:
+        """Wait until the consumers have taken all rows of the ended request, files included. Holds up no thread."""
+        while waiting := [delivery for delivery in self._deliveries if not delivery.done]:
+            finished = [asyncio.wrap_future(delivery.finished) for delivery in waiting]
+            await asyncio.wait(finished, timeout=_CHECK_SECONDS)
+            for delivery in waiting:
+                delivery.thread.check()
 
     def result(self, stop: int) -> Captured:
         """The output's captures, once the consumers have taken all rows, files included.

@@ -232,6 +232,11 @@ class CaptureForwarder:
         except MidstreamError as error:
             result.error = error
 
+    async def delivered(self) -> None:
+        """Wait until the consumers have taken the rows."""
+        for capture, _ in self._captures:
+            await capture.delivered()
+
     def finish(self, result: InvokeResult) -> None:
         """Wait for the consumers. Put the output's own captures on the output, or an error on the result."""
         try:
@@ -265,15 +270,37 @@ class RemoteStream(OutputStream):
 
     async def _items(self) -> AsyncGenerator[Item]:
         before = 0
-        for (call, progress), forwarders in zip(self._calls, self._forwarders, strict=True):
-            messages: Any = self._server.async_messages(call, progress)
-            async with contextlib.aclosing(messages):
-                async for index, output, result in messages:
-                    if result is not None and (forwarder := forwarders.get(index)) is not None:
-                        await asyncio.to_thread(forwarder.take, result)
-                        await asyncio.to_thread(forwarder.finish, result)
-                    yield before + index, output, result
-            before += len(call.asked)
+        delivering: dict[asyncio.Task[None], tuple[Item, CaptureForwarder]] = {}
+
+        def delivered() -> Iterator[Item]:
+            for task in [task for task in delivering if task.done()]:
+                item, forwarder = delivering.pop(task)
+                task.result()
+                if item[2] is not None:
+                    forwarder.finish(item[2])
+                yield item
+
+        try:
+            for (call, progress), forwarders in zip(self._calls, self._forwarders, strict=True):
+                messages: Any = self._server.async_messages(call, progress)
+                async with contextlib.aclosing(messages):
+                    async for index, output, result in messages:
+                        item = before + index, output, result
+                        if result is not None and (forwarder := forwarders.get(index)) is not None:
+                            await asyncio.to_thread(forwarder.take, result)
+                            delivering[asyncio.create_task(forwarder.delivered())] = item, forwarder
+                        else:
+                            yield item
+                        for item in delivered():
+                            yield item
+                before += len(call.asked)
+            while delivering:
+                await asyncio.wait(delivering, return_when=asyncio.FIRST_COMPLETED)
+                for item in delivered():
+                    yield item
+        finally:
+            for task in delivering:
+                task.cancel()
 
 
 class RemoteSweep:

@@ -169,6 +169,12 @@ class RowReceiver:
                 if sample.error is None and sample.capture is not None:
                     sample.capture.end(stop)
 
+    async def delivered(self) -> None:
+        """Wait until the sinks have taken the rows of the ended request."""
+        for sample in self._samples:
+            if sample.error is None and sample.capture is not None:
+                await sample.capture.delivered()
+
     def _stops(self, generated: Sequence[int]) -> list[int]:
         return [len(self._plan.prompt) + count - 1 for count in generated]
 

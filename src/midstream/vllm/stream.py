@@ -284,10 +284,15 @@ class RunningRequest:
             if not done and not rows.has_progressed():
                 raise CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
         following.result()
-        put = partial(put_captures, result, self._request, self._row_counts())
-        # Sinks and a trace's code may take long, and an async engine's event loop serves other requests.
-        if self._connection.is_async and (rows.has_sinks or rows.trace_ending is not None):
-            await asyncio.get_running_loop().run_in_executor(_pool(), put)
+        counts = self._row_counts()
+        put = partial(put_captures, result, self._request, counts)
+        loop = asyncio.get_running_loop()
+        # Sinks and a trace's code may take long, and the event loop serves other requests.
+        if rows.has_sinks:
+            await loop.run_in_executor(_pool(), rows.end, counts)
+            await rows.delivered()
+        if self._connection.is_async and rows.trace_ending is not None:
+            await loop.run_in_executor(_pool(), put)
         else:
             put()
 
