@@ -213,6 +213,7 @@ REFUSED = [
     ({"probe": V}, "When.probe"),
     ({"probe": probe(weight=torch.ones(HIDDEN, 2))}, "When.probe is one with 2 scores"),
     ({"probe": probe(when="after")}, "When.probe is one with when='after'"),
+    ({"probe": probe(aggregate="mean")}, "When.probe is one with aggregate='mean'"),
     ({"probe": probe(weight=torch.ones(3))}, "Probe.weight is of width 3"),
     ({"probe": probe(weight="none")}, "no vector 'none'"),
     ({"probe": probe(layer=5)}, r"When.probe is \('resid_post', 5\)"),

@@ -31,8 +31,8 @@ class When(Edit):
     in their order, each on what the one before it has made. Conditional activation steering: Lee et al. 2024 (arXiv:2409.05907).
 
     Args:
-        probe: a `Probe` with one score a token, `when="before"`. It decides at every token where the edits would act; its `name`,
-            `positions`, `aggregate` and stops do not matter here. Give it to the plan, too, to get the scores.
+        probe: a `Probe` with one score a token, `when="before"` and `aggregate="last"`. It decides at every token where the edits would
+            act; its `name`, `positions` and stops do not matter here. Give it to the plan, too, to get the scores.
         above, below: the bounds, at least one of them.
         then: an edit or several: `Steer`, `Patch`, `Clamp`, `Apply`, or an installed kind. Their sites come after the probe's in the
             forward pass, or are the same. A patch has no recorded run as its source.
@@ -59,6 +59,9 @@ class When(Edit):
         if probe.classes > 1 or probe.when != "before":
             given = f"one with {probe.classes} scores a token" if probe.classes > 1 else "one with when='after'"
             raise fields.refuse("When.probe", given, "a Probe with one score a token and when='before'")
+        if probe.aggregate != "last":
+            allowed = "one with aggregate='last', since each token is decided by its own score"
+            raise fields.refuse("When.probe", f"one with aggregate={probe.aggregate!r}", allowed)
         bounds = {
             name: fields.number(f"When.{name}", bound)
             for name in ("above", "below")
