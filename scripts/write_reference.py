@@ -16,7 +16,7 @@ HEAD = """# Reference
 Every public name, with its docstring. `scripts/write_reference.py` writes this page; the tests compare it with the code.
 """
 MODEL = (
-    "trace run generate collect record sweep edit clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim "
+    "trace run generate collect estimate activations record sweep edit clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim "
     "tokenizer close"
 )
 # Section -> (the class or function, what stands before its members, those that users call).
@@ -31,7 +31,7 @@ SECTIONS = {
         *[(f"midstream:{name}", "", "") for name in ("Steer", "Patch", "Clamp", "Apply", "When", "Probe", "Capture")],
         ("midstream.plan.probes:Scores", "output.scores", "positions indices aggregated"),
         ("midstream:SAE", "sae", "load of capture steer clamp ablate direction encode reconstruct written read nbytes"),
-        *[(f"midstream:{name}", "", "") for name in ("Consumer", "Span")],
+        *[(f"midstream:{name}", "", "") for name in ("Consumer", "Span", "Subsample")],
         ("midstream:Plan", "plan", "of normal hash"),
         ("midstream:RecordedRun", "run", ""),
         ("midstream.requests.vectors_and_runs:Vectors", "model.vectors", "load"),
@@ -63,13 +63,20 @@ SECTIONS = {
     "Captures": [
         ("midstream.capture.rows:Captured", "output.captures", "positions"),
         ("midstream:open_captures", "", ""),
-        ("midstream.capture.directory:Store", "store", "failed refresh"),
+        ("midstream.capture.directory:Store", "store", "failed refresh loader to_arrow"),
+        ("midstream.capture.loading:Loader", "loader", "state_dict load_state_dict"),
+        ("midstream.capture.loading:Batch", "batch", ""),
+        ("midstream.client.activations:Activations", "activations", "close"),
+        ("midstream.features:max_activating", "", ""),
+        ("midstream.features:FeatureExamples", "examples", "top_tokens to_dataframe"),
+        ("midstream.features:Example", "example", ""),
     ],
     "Figures": [
         *[
             (f"midstream.plots:{name}", "", "")
             for name in ("plot_heatmap", "plot_lines", "plot_logit_lens", "logit_lens", "plot_token_scores")
         ],
+        ("midstream.features:plot_examples", "", ""),
         ("midstream.plots:LogitLens", "lens", ""),
     ],
     "The bundled model": [

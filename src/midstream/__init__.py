@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
     from midstream.engine.launch import engine_arguments
+    from midstream.plan.selections import Subsample
     from midstream.plan.values import (
         Apply,
         Capture,
@@ -45,6 +46,7 @@ __all__ = [
     "Remote",
     "Span",
     "Steer",
+    "Subsample",
     "SweepResult",
     "When",
     "backward",
@@ -68,6 +70,7 @@ _HOMES = {
     "SAE": "midstream.sae",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
+    "Subsample": "midstream.plan.selections",
     "SweepResult": "midstream.sweeps.results",
     "VLLM": "midstream.vllm.model",
     "When": "midstream.plan.values",

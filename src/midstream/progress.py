@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 _LONG_SECONDS = 2.0
@@ -34,6 +37,7 @@ class Bar:
         self._delay = _LONG_SECONDS if progress is None else 0.0
         self._total, self._unit = total, unit
         self._bar: Any = None
+        self._amounts = Counter[str]()
 
     def __enter__(self) -> Self:
         if self._is_shown:
@@ -43,10 +47,19 @@ class Bar:
             self._bar = tqdm(total=self._total, unit=self._unit, delay=self._delay)
         return self
 
-    def update(self, count: int = 1) -> None:
-        """Count units that are done. Does nothing outside of the block."""
-        if self._bar is not None:
-            self._bar.update(count)
+    def update(self, count: int = 1, amounts: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Count units that are done. Does nothing outside of the block.
+
+        Args:
+            amounts: what these units contained, such as `{" rows/s": 12, "B/s": 6144}`. The bar shows the amounts per second.
+        """
+        if self._bar is None:
+            return
+        self._amounts.update(amounts)  # type: ignore[arg-type]
+        seconds = max(self._bar.format_dict["elapsed"], 1e-3)
+        rates = [f"{self._bar.format_sizeof(total / seconds)}{unit}" for unit, total in self._amounts.items()]
+        self._bar.set_postfix_str(", ".join(rates), refresh=False)
+        self._bar.update(count)
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:

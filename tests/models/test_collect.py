@@ -6,13 +6,17 @@ Values are compared with plain transformers (`oracle`). Collections that are kil
 
 from __future__ import annotations
 
+import copy
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +27,14 @@ import torch
 from capture_tools import stored
 from collect_script import GENERATED, PARAMS, plan, prompts
 from oracle import Plain, close
+from plan_cases import GREEDY
+from transformers import AddedToken
 
-from midstream import Capture, LanguageModel, Span, Steer, demo_model, open_captures
+from midstream import Capture, LanguageModel, Span, Steer, Subsample, demo_model, open_captures
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, Store, remove_orphans
 from midstream.client import collecting
+from midstream.client.collecting import Estimate
 from midstream.errors import CaptureError, NotCapturedError, ParameterError, PlanError, PromptError
 from midstream.transformers.batch import RunningPlan
 
@@ -211,6 +218,186 @@ def test_what_is_wrong_is_told_before_anything_runs(
     assert not (tmp_path / "rows").exists()
 
 
+# ---------------------------------------------------------------------------------------------- what will be written
+
+
+ALL = Capture("resid_post", layers=3, positions="all_prompt")
+ROW = 256 * 4  # bytes of a row of the bundled model in float32
+
+
+def sizes(store: Store) -> tuple[int, int]:
+    """The rows and bytes in a store."""
+    tensors = [capture[key] for capture in store.values() for key in capture]
+    return sum(len(each) for each in tensors), sum(each.nbytes for each in tensors)
+
+
+@pytest.mark.parametrize(
+    ("plan", "params"),
+    [
+        (LAST, {}),
+        ([ALL, Capture("mlp_out", positions=[0, -1], dtype="float16")], {}),
+        (
+            [Capture("attn_z", layers=2, positions="all"), Steer("resid_post", layers=1, vector=torch.ones(256))],
+            {"max_tokens": 4},
+        ),
+        (Capture("resid_post", layers=[1, 2], positions=Subsample(0.5, of="all")), {"max_tokens": 5}),
+        ([Capture("resid_post", layers=3, positions=0), ALL, Capture("resid_post", layers=3, when="after")], {}),
+    ],
+    ids=["last", "several", "generated", "subsample", "overlapping"],
+)
+def test_an_estimate_is_what_is_written(model: Any, tmp_path: Path, plan: Any, params: dict[str, Any]) -> None:
+    params = {**params, "temperature": 0.0, "ignore_eos": True}
+    estimate = model.estimate(iter(IDS), plan=plan, **params)
+    assert not list(tmp_path.iterdir())
+    store = model.collect(IDS, plan=plan, to=tmp_path, **params)
+    assert (estimate.prompts, estimate.rows, estimate.nbytes) == (4, *sizes(store))
+    assert model.estimate(IDS, plan=plan, to=tmp_path, **params) == Estimate(0, 0, 0)
+    assert model.estimate([*IDS, [1, 2]], plan=plan, to=tmp_path, **params).prompts == 1
+
+
+def test_an_estimate_reads_well_and_refuses_what_collect_does(hf: LanguageModel, tmp_path: Path) -> None:
+    text = ["The capital of France is"] * 1000
+    assert repr(hf.estimate(text, plan=ALL)) == "<1,000 prompts: 5,000 rows, 5.12 MB>"
+    shown = {0: "0 B", 999: "999 B", 999_900: "1 MB", 12_345_678_901: "12.3 GB", 4 * 10**15: "4000 TB"}
+    assert {nbytes: repr(Estimate(1, 1, nbytes)).split(", ")[1][:-1] for nbytes in shown} == shown
+    assert hf.estimate(text[:2], plan=replace(ALL, positions=Span("of France"))).rows == 4
+    with pytest.raises(PlanError, match=r"Capture.positions is 4"):
+        hf.estimate(IDS, plan=replace(ALL, positions=4))
+    with pytest.raises(ParameterError, match="max_tokens is 1"):
+        hf.estimate(IDS, plan=replace(ALL, positions="all"))
+    hf.collect(IDS, plan=LAST, to=tmp_path)
+    with pytest.raises(CaptureError, match="captures of another plan"):
+        hf.estimate(IDS, plan=ALL, to=tmp_path)
+
+
+def test_an_estimate_of_many_prompts_takes_no_time(hf: LanguageModel) -> None:
+    many = [[1, 2 + i % 2000, *[3] * (i % 300)] for i in range(20_000)]
+    started = time.process_time()
+    assert hf.estimate(many, plan=ALL).rows == sum(map(len, many))
+    assert time.process_time() - started < 5  # 0.4 s, where nothing else runs
+
+
+def test_what_will_be_written_is_logged_before(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:
+    hf.collect(IDS[:2], plan=ALL, to=tmp_path)
+    assert not caplog.text  # a small new collection says nothing
+    caplog.set_level("INFO", "midstream")
+    hf.collect(IDS, plan=ALL, to=tmp_path)
+    assert re.search(r"2 of 4 prompts are in \S+ already; 2 to go: 7 rows, 7.17 kB; [\d.]+ [GT]B are free", caplog.text)
+    caplog.clear()
+    hf.collect(IDS, plan=replace(ALL, positions="all"), to=tmp_path / "other", max_tokens=3)
+    assert "4 prompts to collect: up to 22 rows, 22.5 kB; " in caplog.text
+
+
+def test_more_than_the_disk_has_room_for_is_refused(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = namedtuple("disk", "total used free")
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or disk(1 << 40, 0, 14 * ROW - 1))
+    to = tmp_path / "not" / "there"
+    with pytest.raises(
+        CaptureError, match=r"4 prompts would write 14 rows, 14.3 kB, and .*there has 14.3 kB free.*limit_bytes="
+    ):
+        hf.collect(IDS, plan=ALL, to=to)
+    assert asked == [tmp_path] and not list(tmp_path.iterdir())
+    assert len(hf.collect(IDS, plan=ALL, to=to, limit_bytes=9 * ROW)) == 3
+    assert len(hf.collect(IDS, plan=ALL, to=to)) == 4  # the rest fits
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk(0, 0, 0))  # a file system that does not tell
+    assert len(hf.collect(IDS, plan=ALL, to=tmp_path / "other")) == 4
+
+
+def test_a_call_writes_no_more_than_its_limit(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:
+    store = hf.collect(IDS, plan=ALL, to=tmp_path, limit_bytes=8 * ROW)  # 3, 4, 2 and 5 rows
+    assert [capture.prompt_token_ids for capture in store.values()] == IDS[:2]
+    assert "4 prompts to collect: 7 rows, 7.17 kB;" in caplog.text
+    assert "limit_bytes leaves 2 of them for another call" in caplog.text
+    caplog.clear()
+    assert len(hf.collect(IDS, plan=ALL, to=tmp_path, limit_bytes=7 * ROW)) == 4
+    assert "2 to go: 7 rows" in caplog.text and "leaves" not in caplog.text
+    for limit, message in [
+        (3 * ROW - 1, "limit_bytes is 3,071; allowed: at least 3,072, the bytes of the prompt 'a'"),
+        (0, "limit_bytes is 0; allowed is a number of bytes"),
+    ]:
+        with pytest.raises(ParameterError, match=message):
+            hf.collect(IDS, plan=ALL, to=tmp_path / "other", ids="abcd", limit_bytes=limit)
+    assert not (tmp_path / "other").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ special tokens
+
+
+SPECIAL = [[0, 5, 17, 0], [0, 33, 60, 91], [120, 0], [44, 45, 46, 47], [0]]  # 0 is <|endoftext|>
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows"),
+    [
+        ("all_prompt", [[1, 2], [1, 2, 3], [0], [0, 1, 2, 3], []]),
+        ("last_prompt", [[], [3], [], [3], []]),
+        ("all", [[1, 2, 4, 5], [1, 2, 3, 4, 5], [0, 2, 3], [0, 1, 2, 3, 4, 5], [1, 2]]),
+        ([0, -1], [[], [3], [0], [0, 3], []]),
+        (Subsample(1.0, skip=2), [[2], [2, 3], [], [2, 3], []]),
+    ],
+    ids=str,
+)
+def test_special_tokens_are_left_out(
+    model: Any, plain: Plain, tmp_path: Path, positions: Any, rows: list[list[int]]
+) -> None:
+    prompts = SPECIAL[: 4 if positions == [0, -1] else 5]  # the last one has only one position
+    given = {"plan": replace(LAST, positions=positions), "skip_special_tokens": True, "max_tokens": 3, **GREEDY}
+    store = model.collect(prompts, to=tmp_path, **given)
+    assert [capture.positions["resid_post", 3] for capture in store.values()] == rows[: len(prompts)]
+    assert model.estimate(prompts, **given).rows == sum(map(len, rows[: len(prompts)]))
+    for capture in list(store.values())[:2]:
+        prompt = capture.prompt_token_ids
+        tokens = [*prompt, *plain.generate(prompt, 3)][:-1]
+        if there := capture.positions["resid_post", 3]:
+            close(capture["resid_post", 3], plain.run(tokens).sites["resid_post", 3][there])
+
+
+def test_special_tokens_are_those_that_decode_leaves_out(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of them are in `all_special_ids`: Llama 3's headers are not. A directory keeps to the choice, and to the tokens."""
+    text = "The capital of France is<|endoftext|>"
+    for positions, rows in [("all_prompt", [0, 1, 2, 3, 4]), (Span("is<|endoftext|>"), [4])]:
+        (capture,) = hf.collect(
+            text, plan=replace(LAST, positions=positions), to=tmp_path / str(rows), skip_special_tokens=True
+        ).values()
+        assert len(capture.prompt_token_ids) == 6 and capture.positions["resid_post", 3] == rows
+    tokenizer = copy.deepcopy(hf.tokenizer)
+    header, other = tokenizer.convert_ids_to_tokens([33, 60])
+    tokenizer.add_tokens([AddedToken(header, special=True), AddedToken(other)])
+    monkeypatch.setattr(hf, "tokenizer", tokenizer)
+    assert tokenizer.all_special_ids == [0]
+    prompt = [5, 33, 17, 60, 0]
+    (capture,) = hf.collect([prompt], plan=ALL, to=tmp_path / "added", skip_special_tokens=True).values()
+    assert capture.positions["resid_post", 3] == [0, 2, 3]
+    for skips in (False, True):
+        hf.collect(IDS, plan=ALL, to=tmp_path / f"skips {skips}", skip_special_tokens=skips)
+        with pytest.raises(CaptureError, match="captures of another plan"):
+            hf.collect(IDS, plan=ALL, to=tmp_path / f"skips {skips}", skip_special_tokens=not skips)
+    monkeypatch.undo()
+    with pytest.raises(CaptureError, match="captures of another plan"):  # other tokens are special now
+        hf.collect(IDS, plan=ALL, to=tmp_path / "skips True", skip_special_tokens=True)
+    with pytest.raises(PlanError, match="skip_special_tokens is 'yes'; allowed: True or False"):
+        hf.collect(IDS, plan=ALL, to=tmp_path / "no", skip_special_tokens="yes")
+
+
+def test_prompts_share_their_plans_where_the_same_positions_are_left_out(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+    really = LanguageModel._run
+    monkeypatch.setattr(
+        LanguageModel,
+        "_run",
+        lambda self, invokes, **given: plans.extend(each.plan for each in invokes) or really(self, invokes, **given),
+    )
+    hf.collect([[0, 1 + i, *[7] * (i % 5)] for i in range(40)], plan=ALL, to=tmp_path, skip_special_tokens=True)
+    assert len(plans) == 40 and len(set(map(id, plans))) == 1
+
+
 # --------------------------------------------------------------------------------- what writers leave when they are killed
 
 
@@ -335,14 +522,24 @@ def test_a_line_that_is_no_object_is_passed_over(tmp_path: Path, caplog: Any) ->
 
 
 LONG_AGO = 2.0  # seconds: more than ended requests wait for each other, and a flush takes
+# Requests of `collect` wait for each other for ten seconds while others run. Here they wait as others do, so that the test is short.
+SCRIPT = """
+import sys
+from pathlib import Path
+import collect_script
+from midstream.capture import consumers
+consumers.COLLECT_LINGER = consumers.LINGER
+collect_script.main(sys.argv[1], Path(sys.argv[2]))
+"""
 
 
-def killed(mode: str, directory: Path) -> list[str]:
-    """Run a collection, and kill it with all its processes; which of its requests had ended long before."""
+@contextmanager
+def running(mode: str, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A collection in a process of its own, of which 40 requests have ended long ago. The block's end kills all its processes."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with (directory / "errors").open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, collect_script.__file__, mode, str(directory)],
+            [sys.executable, "-c", SCRIPT, mode, str(directory)],
             start_new_session=True,
             stdout=errors,
             stderr=errors,
@@ -353,10 +550,17 @@ def killed(mode: str, directory: Path) -> list[str]:
         while len(ended_before(directory, time.time() - LONG_AGO)) < 40:
             assert process.poll() is None and time.monotonic() < deadline, (directory / "errors").read_text()[-3000:]
             time.sleep(0.02)
+        yield process
     finally:
-        killed_at = time.time()
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def killed(mode: str, directory: Path) -> list[str]:
+    """Run a collection, and kill it with all its processes; which of its requests had ended long before."""
+    with running(mode, directory):
+        killed_at = time.time()
     return ended_before(directory, killed_at - LONG_AGO)
 
 
@@ -425,6 +629,38 @@ def test_an_interrupted_collection_says_in_one_line_how_to_go_on(
     assert caught.value.__suppress_context__ and len(caught.traceback) == 2
     monkeypatch.undo()
     assert len(hf.collect(IDS[:2], plan=LAST, to=tmp_path)) == 2
+
+
+def test_the_bar_has_prompts_rows_bytes_and_the_time_left(hf: LanguageModel, tmp_path: Path, capfd: Any) -> None:
+    hf.collect(IDS, plan=ALL, to=tmp_path / "prompt", progress=True)
+    last = capfd.readouterr().err.split("\r")[-1]
+    assert re.search(r"4/4 \[\d\d:\d\d<\d\d:\d\d, .*prompt/s, [\d.]+k? rows/s, [\d.]+[kM]?B/s\]", last), last
+    hf.collect(IDS, plan=replace(ALL, positions="all"), to=tmp_path / "all", max_tokens=2, progress=True)
+    assert "B/s at most]" in capfd.readouterr().err
+    hf.collect(IDS, plan=ALL, to=tmp_path / "none")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_an_interrupted_collection_on_transformers_ends_at_once_and_goes_on(
+    hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any
+) -> None:
+    with running("hf", tmp_path) as process:
+        interrupted = time.time()
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        seconds = time.time() - interrupted
+    last = (tmp_path / "errors").read_text().splitlines()[-1]
+    assert seconds < 5, last  # one, where nothing else runs
+    said = re.fullmatch(
+        f"KeyboardInterrupt: At least (\\d+) of {collect_script.COUNT} prompts are in '{tmp_path / 'rows'}'; the same call again collects "
+        "the others.",
+        last,
+    )
+    assert said, last
+    store = check_what_is_left(tmp_path, ended_before(tmp_path, interrupted - 0.5), plain)  # the last batch may be lost
+    assert int(said[1]) <= len(store) <= int(said[1]) + 16  # those of one batch may have ended just then
+    check_the_rest(hf, tmp_path, len(store), plain, caplog)
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from oracle import Plain, close
 from plan_cases import EIFFEL, FRANCE, GREEDY, HIDDEN, generated_with, tokens
 from toy_selector import Around, Every, LastTwo
 
-from midstream import Capture, Patch, Plan
+from midstream import Capture, Patch, Plan, Probe, Span, Subsample
 from midstream.errors import CaptureError, PlanError
-from midstream.plan.selections import Selector
+from midstream.plan.selections import Selector, Without
 
 # Of a prompt of 5 tokens and 9 generated ones, whose last one has no row.
 EXPECTED: list[tuple[Selector, list[int]]] = [
@@ -30,6 +30,14 @@ EXPECTED: list[tuple[Selector, list[int]]] = [
     (Every(4, skipped=99), []),
     (LastTwo(), [3, 4]),
     (Around((0,), (0, 6)), [0, 3, 4, 5, 11]),
+    (Subsample(0.5, of="all", seed=7), [1, 2, 5, 7, 8, 11]),
+    (Subsample(0.5, skip=2, of="all", seed=7), [2, 5, 7, 8, 11]),
+    (Subsample(0.5, seed=7), [1, 2]),
+    (Subsample(0.5, of="all_generated", seed=7), [5, 7, 8, 11]),
+    (Subsample(1.0, skip=1), [1, 2, 3, 4]),
+    (Without(Around((0,), (0, 6)), (0, 4)), [3, 5, 11]),
+    (Without("all", (1, 3)), [0, 2, 4, *range(5, 13)]),
+    (Without((0, -1), (0,)), [4]),
 ]
 
 
@@ -49,7 +57,7 @@ def test_a_selector_from_outside_chooses_rows(model: Any, plain: Plain, selector
 def test_selectors_side_by_side_and_together(model: Any, plain: Plain) -> None:
     """Different ones at different sites, two at one site, and one beside a word, for prompts of two lengths at once."""
     plan = [
-        *(Capture("resid_post", layers=layer, positions=each) for layer, (each, _) in enumerate(EXPECTED)),
+        *(Capture("resid_post", layers=layer, positions=each) for layer, (each, _) in enumerate(EXPECTED[:8])),
         Capture("mlp_out", layers=2, positions=Every(3)),
         Capture("mlp_out", layers=2, positions=LastTwo()),
         Capture("attn_out", layers=2, positions=Every(4)),
@@ -62,13 +70,54 @@ def test_selectors_side_by_side_and_together(model: Any, plain: Plain) -> None:
         assert tokens(output) == ids
         found, n = output.captures, len(plain.ids(prompt))
         if prompt == FRANCE:
-            assert [found.positions["resid_post", layer] for layer in range(5)] == [rows for _, rows in EXPECTED]
+            assert [found.positions["resid_post", layer] for layer in range(8)] == [rows for _, rows in EXPECTED[:8]]
         assert found.positions["mlp_out", 2] == [n - 2, n - 1, n, n + 3, n + 6]
         assert found.positions["attn_out", 2] == [n - 1, n, n + 4]
         for key in found:
             rows = found.positions[key]
             if rows:
                 close(found[key], ran.sites[key][rows])
+
+
+def splitmix64(number: int) -> int:
+    """The output of this number, from 1, of the generator of Steele et al. 2014 that begins with 0."""
+    mixed = number * 0x9E3779B97F4A7C15 % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return mixed ^ mixed >> 31
+
+
+@pytest.mark.parametrize("length", [1, 7, 200])
+def test_a_subsample_is_a_hash_of_seed_length_and_position(length: int) -> None:
+    def chosen(number: int, length: int) -> bool:
+        return splitmix64(splitmix64(splitmix64(3 + 1) + length + 1) + number + 1) / 2**64 < 0.3
+
+    sample = Subsample(0.3, of="all", seed=3)
+    found = sample.of_prompt(np.arange(length), length)
+    assert found.tolist() == [chosen(position, length) for position in range(length)]
+    assert sample.of_generated(np.arange(50)).tolist() == [chosen(number, 0) for number in range(50)]
+    chunks = [sample.of_prompt(np.arange(length)[first : first + 3], length) for first in range(0, length, 3)]
+    assert np.array_equal(np.concatenate(chunks), found)  # as an engine asks, step by step
+
+
+def test_a_subsample_has_about_the_fraction_asked_for_and_is_another_with_another_seed() -> None:
+    positions, length = np.arange(100_000), 100_000
+    for fraction in (0.0, 0.01, 0.5, 1.0):
+        shares = [Subsample(fraction, seed=seed).of_prompt(positions, length).mean() for seed in range(5)]
+        np.testing.assert_allclose(shares, fraction, atol=4 * (fraction * (1 - fraction) / length) ** 0.5)
+    one = Subsample(0.5).of_prompt(positions, length)
+    for other in (Subsample(0.5, seed=1).of_prompt(positions, length), Subsample(0.5).of_prompt(positions, length + 1)):
+        assert abs((one == other).mean() - 0.5) < 0.01
+    assert not Subsample(1.0, skip=4).of_prompt(np.arange(4), 4).any()  # a prompt shorter than what is skipped
+
+
+def test_a_probe_scores_a_subsample(model: Any) -> None:
+    probe = Probe("resid_post", layer=3, weight=[1.0] * HIDDEN, name="p", positions=Subsample(0.5, of="all", seed=7))
+    capture = Capture("resid_post", layers=3, positions="all")
+    (output,) = model.generate(FRANCE, plan=[probe, capture], max_tokens=9, **GREEDY)
+    rows = [1, 2, 5, 7, 8, 11]
+    assert output.scores.positions["p"] == rows
+    close(output.scores["p"][:, 0], output.captures["resid_post", 3][rows].float().sum(-1))
 
 
 @pytest.mark.engine
@@ -140,8 +189,11 @@ def test_a_selector_goes_over_the_wire() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_wire())), trusted=False) == plan
     assert plan.to_wire()["interventions"][1]["positions"] == {"selector": "last_two"}
-    hashes = {Plan.of(Capture("mlp_out", positions=each)).hash for each in (Every(2), Every(3), LastTwo(), "all")}
-    assert len(hashes) == 4
+    own = [Subsample(0.5), Subsample(0.5, seed=1), Without("all", (0,)), Without(Without((2, -1), (2,)), (0,))]
+    plan = Plan.of([Capture("mlp_out", layers=layer, positions=each) for layer, each in enumerate(own)])
+    assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).hash == plan.hash
+    each = (*own, Without(own[0], (0,)), Without(own[1], (0,)), Every(2), Every(3), LastTwo(), "all")
+    assert len({Plan.of(Capture("mlp_out", positions=positions)).hash for positions in each}) == 10
 
 
 def read(kind: Any, **options: Any) -> Callable[[], Any]:
@@ -198,8 +250,18 @@ class Broken(Selector):
         (lambda: Capture("mlp_out", positions=Nameless()), r"is Nameless\(n=1\); allowed: .* with a kind"),
         (lambda: Capture("mlp_out", positions=Holding(torch.ones(1))), "Holding"),
         (lambda: Capture("mlp_out", positions=Holding([1])), "allowed: a frozen dataclass of plain data"),
+        (lambda: Subsample(1.5), r"Subsample.fraction is 1.5; allowed: a number from 0 to 1"),
+        (lambda: Subsample(0.5, skip=-1), r"Subsample.skip is -1; allowed: a whole number, 0 or more"),
+        (lambda: Subsample(0.5, of="prompt"), r"Subsample.of is 'prompt'; allowed: 'all_prompt' or"),
+        (read("subsample", fraction="x"), r"Subsample.fraction is 'x'"),
+        (read("without", positions={"selector": "evry"}, left_out=[0]), "did you mean 'every'"),
+        (read("without", positions="some", left_out=[0]), r"Without.positions is 'some'"),
+        (lambda: Capture("mlp_out", positions=Without(Span("a"), (0,))), "Span"),
     ],
-    ids=["kind", "list", "empty", "option", "late", "loose", "nameless", "tensor", "unhashable"],
+    ids=[
+        *("kind", "list", "empty", "option", "late", "loose", "nameless", "tensor", "unhashable"),
+        *("fraction", "skip", "of", "fraction read", "nested", "word", "span"),
+    ],
 )
 def test_what_is_no_selector_is_refused(make: Callable[[], Any], message: str | None, hf: Any) -> None:
     if message is None:  # its class does not check, so asking it fails

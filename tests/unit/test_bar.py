@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import time
 
 import pytest
@@ -68,6 +69,20 @@ def test_false_shows_none(soon: None) -> None:
 def test_one_request_has_none(soon: None, shown: bool | None) -> None:
     stream = Terminal()
     assert written(made(shown, stream, total=1), stream) == ""
+
+
+def test_amounts_are_shown_per_second_in_the_same_line() -> None:
+    stream = io.StringIO()
+    with contextlib.redirect_stderr(stream), made(True, stream, total=4) as bar:
+        for _ in range(4):
+            time.sleep(0.15)
+            bar.update(1, {" rows/s": 600.0, "B/s": 3e6})
+    last = stream.getvalue().split("\r")[-1]
+    assert "4/4" in last and "request/s" in last
+    rows, size = re.search(r"([\d.]+)k rows/s, ([\d.]+)MB/s", last).groups()  # type: ignore[union-attr]
+    assert 1.5 < float(rows) < 4.1 and float(size) / float(rows) == pytest.approx(
+        5, rel=0.02
+    )  # 4 x 600 rows in 0.6 s or more
 
 
 def test_a_bar_counts_nothing_outside_of_its_block() -> None:

@@ -47,7 +47,7 @@ from limits import examples
 from safetensors.torch import load_file
 
 from midstream.capture import directory as directory_module
-from midstream.capture.consumers import CaptureInfo
+from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.directory import DirectorySink, open_captures
 from midstream.errors import CaptureError, NotCapturedError
 
@@ -569,3 +569,20 @@ def test_memory_stays_within_the_shard_size(tmp_path):
     sink.end("a", None)
     sink.close()
     assert open_captures(tmp_path)["a"]["resid_post", 0].shape == (2000, 200)
+
+
+def test_requests_of_collect_share_a_file_while_others_run(tmp_path, monkeypatch):
+    """They wait for each other, up to `COLLECT_LINGER` seconds. The last one waits for nothing."""
+    monkeypatch.setattr("midstream.capture.consumers.COLLECT_LINGER", 1000.0)
+    with closing(Sinks()) as sinks:
+        for name in "ab":
+            collected = Collected(name, "model", "plan")
+            begin(sinks, name, *everything(tmp_path, A), prompt=range(3), layers=LAYERS, collected=collected)
+            sinks.put(segment(name, range(3), A))
+        sinks.end("a", 3)
+        time.sleep(1.0)
+        assert not list(tmp_path.glob("*.safetensors"))
+        sinks.end("b", 3)
+        wait_until(lambda: len(list(tmp_path.glob("*.safetensors"))) == 1)
+        wait_until(lambda: len(open_captures(tmp_path)) == 2)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1

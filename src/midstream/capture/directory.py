@@ -511,22 +511,20 @@ class Store(Mapping[str, StoredCapture]):
                 found.append((record.collected, next(iter(record.lines.values()))["prompt_token_ids"]))
         return found
 
-    def count(self, request_id: str, planes: Sequence[PlaneKey]) -> int:
+    def count(self, name: str, planes: Sequence[PlaneKey]) -> int:
         """How many rows a request has of each of these planes; 0 if it has none of them. Raises CaptureError if their positions differ."""
         found: dict[PlaneKey, list[list[int]]] = {}
-        for line in self._names[request_id].lines.values():
+        for line in self._names[name].lines.values():
             for part in line["parts"]:
                 for *key, number in part["planes"]:
                     found.setdefault(tuple(key), []).extend(line["positions"][number])  # type: ignore[arg-type]
         each = [sorted(found.get(key, ())) for key in planes]
         if any(runs != each[0] for runs in each):
-            capture = self[request_id]
+            capture = self[name]
             positions = [capture.positions[key] if key in capture else None for key in planes]
             if any(one != positions[0] for one in positions):
                 wanted = ", ".join(map(plane_name, planes))
-                raise CaptureError(
-                    f"The capture of request {request_id!r} has rows at other positions for each of {wanted}."
-                )
+                raise CaptureError(f"The capture of request {name!r} has rows at other positions for each of {wanted}.")
         return sum(stop - start for start, stop in each[0])
 
     def loader(

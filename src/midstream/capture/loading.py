@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -27,10 +27,15 @@ from midstream.plan import fields
 from midstream.plan.captures import PlaneKey
 from midstream.sites import LAYER_SITES, Point, point_of_hook
 
-if TYPE_CHECKING:
-    from midstream.capture.directory import Store
-
 _BUFFERED_BATCHES = 16
+
+
+class Captures(Protocol):
+    """The requests of a directory: a `capture.directory.Store`."""
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, name: str) -> Any: ...
+    def count(self, name: str, planes: Sequence[PlaneKey]) -> int: ...
 
 
 class Batch(NamedTuple):
@@ -199,7 +204,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: Store,
+        store: Captures,
         asked: Asked,
         epochs: int | None,
         workers: int,

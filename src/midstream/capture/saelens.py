@@ -9,24 +9,21 @@ import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.capture.loading import Asked
+from midstream.capture.loading import Asked, Captures
 from midstream.errors import CaptureError, MidstreamError
 from midstream.plan import fields
 from midstream.sites import hook_at
-
-if TYPE_CHECKING:
-    from midstream.capture.directory import Store
 
 _FILE_BYTES = 500 << 20
 _PART_BYTES = 16 << 20  # written at a time
 
 
-def write_arrow(store: Store, path: Path, asked: Asked, context_size: int) -> int:
+def write_arrow(store: Captures, path: Path, asked: Asked, context_size: int) -> int:
     """Write a directory. Arguments and errors as of `Store.to_arrow`. Returns the number of contexts."""
     try:
         from datasets import Array2D, DatasetInfo, Features, Sequence, Value
@@ -67,7 +64,7 @@ def write_arrow(store: Store, path: Path, asked: Asked, context_size: int) -> in
     return total
 
 
-def _contexts(store: Store, asked: Asked, size: int, counts: dict[str, int]) -> Iterator[dict[str, np.ndarray]]:
+def _contexts(store: Captures, asked: Asked, size: int, counts: dict[str, int]) -> Iterator[dict[str, np.ndarray]]:
     """The columns of each context. The rows of a request that do not fill a context are left out."""
     for name, count in counts.items():
         if count < size:

@@ -2,38 +2,75 @@
 
 A directory contains one collection: one model and one plan. Each prompt has an id, the user's or one made of its tokens. The directory's
 index lists the id once the prompt's captures are on the disk (`capture.directory`). A listed prompt is not run again.
+
+All prompts are prepared before the first one runs, so the rows and bytes that they will write are known, and compared with the free space
+and `limit_bytes`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from midstream.capture.consumers import Collected
 from midstream.capture.directory import open_captures, remove_orphans
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.lowering.functions import with_programs
-from midstream.plan.values import Capture, Consumer, Plan, has_spans, with_digests
+from midstream.plan import fields
+from midstream.plan.selections import Without
+from midstream.plan.values import Capture, Consumer, Plan, has_spans, resolve_spans, with_digests
 from midstream.plan.vectors import digest
-from midstream.requests.invokes import Invoke
-from midstream.requests.prompts import Prompt, encode
+from midstream.progress import Bar
+from midstream.requests.invokes import Invoke, Planner, PreparedPlan
+from midstream.requests.prompts import Prompt, encode, offsets_of
 
 _log = logging.getLogger(__name__)
 PART = 4096  # prompts submitted at a time; memory held for a prompt is freed with its part
+_LARGE = 1 << 30  # bytes; an estimate from here on shows without a logging setup
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `collect` will write.
+
+    Attributes:
+        prompts: how many will run.
+        rows: of all captured sites and layers. Those of generated tokens count as if each prompt generated `max_tokens`.
+        nbytes: of these rows, without the index, which lists the prompts' tokens as text.
+    """
+
+    prompts: int
+    rows: int
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return f"<{self.prompts:,} prompts: {self.rows:,} rows, {_amount(self.nbytes)}>"
+
+
+class Part(NamedTuple):
+    """Requests that are submitted together, with the rows and bytes that they will write on average."""
+
+    invokes: list[Invoke]
+    mean_rows: float
+    mean_bytes: float
 
 
 class Collection:
     """One call of `collect`.
 
     Args:
-        prompts, plan, to, ids: as in `TraceModel.collect`.
+        prompts, plan, ids, shard_bytes, limit_bytes, skip_special_tokens: as in `TraceModel.collect`.
+        to: the same; None for an estimate of all prompts.
         params: sampling parameters, including `max_tokens`.
 
     Attributes:
@@ -47,17 +84,23 @@ class Collection:
         self,
         prompts: Sequence[Prompt],
         plan: Any,
-        to: str | Path,
+        to: str | Path | None,
         ids: Iterable[Any] | None,
         params: Mapping[str, Any],
-        shard_bytes: int | None,
+        shard_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        skip_special_tokens: bool = False,
     ) -> None:
         self._prompts, self._params = prompts, dict(params)
-        self.directory = Path(to).expanduser()
+        self.directory = Path(os.devnull if to is None else to).expanduser()  # an estimate needs none
         self._sink: str | Consumer = str(self.directory)
+        for name, given in {"shard_bytes": shard_bytes, "limit_bytes": limit_bytes}.items():
+            if given is not None and (not isinstance(given, int) or given < 1):
+                raise ParameterError(f"{name} is {given!r}; allowed is a number of bytes, from 1.")
+        self._limit_bytes = limit_bytes
+        self._skips_special = fields.flag("skip_special_tokens", skip_special_tokens)
+        self._there: int | None = None  # how many prompts the directory has, once `parts` was called
         if shard_bytes is not None:
-            if not isinstance(shard_bytes, int) or shard_bytes < 1:
-                raise ParameterError(f"shard_bytes is {shard_bytes!r}; allowed is a number of bytes, from 1.")
             self._sink = Consumer("directory", directory=str(self.directory.absolute()), shard_bytes=shard_bytes)
         self._plan = _own_plan(plan)
         self._ids = None if ids is None else _checked_ids(list(ids), len(prompts))
@@ -71,19 +114,78 @@ class Collection:
                 "max_tokens is 1, and the last generated token has no row: give collect a larger one to capture generated rows."
             )
 
-    def parts(self, model: Any) -> list[list[Invoke]]:
-        """The requests to run, in parts, all of them checked.
+    def parts(self, model: Any) -> list[Part]:
+        """The requests to run, in parts, all of them checked. Logs what they will write.
 
         `model`: the TraceModel that will run them.
+
+        Raises:
+            CaptureError: the directory contains another collection, or the file system has too little space.
         """
-        collected = self._identity(model)
-        missing = self._missing(model, collected, self._listed(collected))
+        missing, sizes = self._missing(model)
         remove_orphans(self.directory)
-        there, count = len(self._prompts) - len(missing), len(self._prompts)
-        if there:  # a warning, which shows without a logging setup
-            text = "%s of %s prompts are in %s already; %s to go"
-            _log.warning(text, f"{there:,}", f"{count:,}", self.directory, f"{len(missing):,}")
-        return [missing[first : first + PART] for first in range(0, len(missing), PART)]
+        self._there = len(self._prompts) - len(missing)
+        fitting = self._fitting(missing, sizes)
+        self._tell(missing, sizes[:fitting])
+        missing, sizes = missing[:fitting], sizes[:fitting]
+        return [
+            Part(missing[first : first + PART], *sizes[first : first + PART].mean(0).tolist())
+            for first in range(0, fitting, PART)
+        ]
+
+    def estimate(self, model: Any) -> Estimate:
+        """What `parts` would write without `limit_bytes`. Raises the errors of the prompts and the plan."""
+        return _sum_of(self._missing(model)[1])
+
+    def ended(self, bar: Bar, part: Part, count: int) -> None:
+        """Note that so many requests of a part have ended."""
+        assert self._there is not None
+        self._there += count
+        most = " at most" if self._has_generated else ""
+        bar.update(count, {" rows/s": count * part.mean_rows, f"B/s{most}": count * part.mean_bytes})
+
+    def how_to_go_on(self) -> str:
+        """What to tell a user who has interrupted the collection. Requests that have just ended are written as the process ends."""
+        there = "The prompts that are complete"
+        if self._there is not None:
+            there = f"At least {self._there:,} of {len(self._prompts):,} prompts"
+        return f"{there} are in {str(self.directory)!r}; the same call again collects the others."
+
+    def _fitting(self, missing: Sequence[Invoke], sizes: np.ndarray) -> int:
+        """How many of the missing prompts fit `limit_bytes`, in their order. Raises ParameterError if not even the first one does."""
+        if self._limit_bytes is None or not missing:
+            return len(missing)
+        fitting = int(np.searchsorted(sizes[:, 1].cumsum(), self._limit_bytes, side="right"))
+        if not fitting:
+            assert missing[0].collected is not None
+            raise ParameterError(
+                f"limit_bytes is {self._limit_bytes:,}; allowed: at least {sizes[0, 1]:,}, the bytes of the prompt "
+                f"{missing[0].collected.id!r}, which is the next one."
+            )
+        return fitting
+
+    def _tell(self, missing: Sequence[Invoke], sizes: np.ndarray) -> None:
+        """Log what the requests of these sizes will write. Raises CaptureError if it is more than the free space."""
+        path = self.directory.absolute()
+        disk = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists()))
+        will = _sum_of(sizes)
+        most = "up to " if self._has_generated else ""
+        written = f"{most}{will.rows:,} rows, {_amount(will.nbytes)}"
+        if disk.total and will.nbytes > disk.free:  # some network file systems tell no size
+            raise CaptureError(
+                f"{will.prompts:,} prompts would write {written}, and the file system of {self.directory} has {_amount(disk.free)} free. "
+                "Capture fewer rows, give collect another directory, or give it limit_bytes= for the prompts that fit."
+            )
+        text = f"{len(missing):,} prompts to collect"
+        if self._there:
+            there = f"{self._there:,} of {len(self._prompts):,} prompts"
+            text = f"{there} are in {self.directory} already; {len(missing):,} to go"
+        if will.prompts:
+            text += f": {written}; {_amount(disk.free)} are free"
+        if left := len(missing) - will.prompts:
+            text += f". limit_bytes leaves {left:,} of them for another call"
+        level = logging.WARNING if self._there or left or will.nbytes >= _LARGE else logging.INFO
+        _log.log(level, "%s", text)  # a warning shows without a logging setup
 
     @property
     def _has_generated(self) -> bool:
@@ -96,8 +198,17 @@ class Collection:
         plan = with_programs(Plan(model.plan.edits) + self._plan, facts)
         plan = with_digests(plan, model.vectors.digests)
         params = json.dumps(self._params, sort_keys=True, default=str) if self._has_generated else ""
+        special = f" without the tokens {self._special(model)}" if self._skips_special else ""
         plan_hash = plan.normal(facts.num_layers).hash
-        return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}".encode()))
+        return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}{special}".encode()))
+
+    def _special(self, model: Any) -> list[int]:
+        """The tokens that `skip_special_tokens` leaves out: those that `tokenizer.decode(skip_special_tokens=True)` does."""
+        if not self._skips_special:
+            return []
+        # `all_special_ids` alone lacks some, such as those of Llama 3's chat template.
+        added = getattr(model.tokenizer, "added_tokens_decoder", {})
+        return sorted({*model.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)})
 
     def _listed(self, expected: Collected) -> dict[str, str]:
         """The digest of each prompt in the directory, by id. Raises CaptureError if the directory contains another collection."""
@@ -115,22 +226,22 @@ class Collection:
                 )
             if collected.plan != expected.plan:
                 raise CaptureError(
-                    f"{self.directory} holds captures of another plan, or of generated rows with other sampling parameters. Give "
-                    "collect the plan and parameters that the directory was begun with, or another directory."
+                    f"{self.directory} holds captures of another plan, with another skip_special_tokens, or of generated rows with other "
+                    "sampling parameters. Give collect what the directory was begun with, or another directory."
                 )
             listed[collected.id] = _digest(prompt)
         return listed
 
-    def _missing(self, model: Any, collected: Collected, listed: Mapping[str, str]) -> list[Invoke]:
-        """The prompts that are not listed, checked, in their order."""
-        planner, longest_prompt = model.planner, model.longest_prompt
-        own = Plan(
-            tuple(
-                replace(item, to=self._sink) if isinstance(item, Capture) else item for item in self._plan.interventions
-            )
-        )
-        plan = with_programs(model.plan + own, model.facts)
-        by_text, seen = has_spans(plan), Counter[str]()
+    def _missing(self, model: Any) -> tuple[list[Invoke], np.ndarray]:
+        """The prompts that are not listed, checked, in their order; and the rows and bytes of each, `[prompts, 2]`."""
+        planner, facts, longest_prompt = model.planner, model.facts, model.longest_prompt
+        collected = self._identity(model)
+        listed = self._listed(collected)
+        by_text = has_spans(model.plan + self._plan)
+        special = set(self._special(model))
+        plans: dict[tuple[int, ...], tuple[Plan, Plan]] = {}  # by the positions that are left out; prompts share them
+        known: dict[Any, tuple[int, int]] = {}  # by these positions and the length, on which alone the checks depend
+        seen, sizes = Counter[str](), list[tuple[int, int]]()
         other_kind = {tokens: name for name, tokens in listed.items() if _is_made(name, tokens) != (self._ids is None)}
         invokes = []
         for number, prompt in enumerate(self._prompts):
@@ -158,14 +269,59 @@ class Collection:
                     f"The prompt {name!r} has {len(ids)} tokens; the engine's max_model_len leaves room for {longest_prompt}. Shorten "
                     "it, or leave it out."
                 )
-            try:
-                planner.prepare(plan, prompt, ids, self._params)
-            except PlanError as error:
-                error.add_note(f"The error is about the prompt {name!r}, number {number}.")
-                raise
+            left_out = tuple(i for i, token in enumerate(ids) if token in special) if special else ()
+            alike = left_out, len(ids)
+            if by_text or alike not in known:
+                try:
+                    if left_out not in plans or (by_text and left_out):
+                        own = self._own(left_out, prompt, ids, planner)
+                        plans[left_out] = own, with_programs(model.plan + own, facts)
+                    known[alike] = self._size(planner.prepare(plans[left_out][1], prompt, ids, self._params))
+                except PlanError as error:
+                    error.add_note(f"The error is about the prompt {name!r}, number {number}.")
+                    raise
+            sizes.append(known[alike])
             given: Any = prompt if by_text else np.array(ids, np.int32)
-            invokes.append(Invoke(given, None, self._params, own, collected=replace(collected, id=name)))
-        return invokes
+            of_prompt = Collected(name, collected.model, collected.plan)
+            invokes.append(Invoke(given, None, self._params, plans[left_out][0], collected=of_prompt))
+        return invokes, np.array(sizes, np.int64).reshape(-1, 2)
+
+    def _own(self, left_out: tuple[int, ...], prompt: Prompt, ids: Sequence[int], planner: Planner) -> Plan:
+        """The plan of a prompt, with captures to the directory that leave out some positions."""
+        plan = self._plan
+        if left_out and has_spans(plan):
+            plan = resolve_spans(plan, *offsets_of(prompt, ids, planner.tokenizer()))
+
+        def own(capture: Capture) -> Capture:
+            positions = Without(capture.positions, left_out) if left_out else capture.positions
+            return replace(capture, to=self._sink, positions=positions)
+
+        return Plan(tuple(own(item) if isinstance(item, Capture) else item for item in plan.interventions))
+
+    def _size(self, prepared: PreparedPlan) -> tuple[int, int]:
+        """The rows and bytes that a request writes."""
+        facts, stop = prepared.facts, len(prepared.prompt) + self._params["max_tokens"] - 1
+        rows, nbytes, counts = 0, 0, dict[int, int]()
+        for _, selected in prepared.routes:
+            for (site, layer, _), selection in selected.items():
+                if id(selection) not in counts:
+                    counts[id(selection)] = len(selection.below(stop))
+                itemsize = getattr(torch, selection.dtype or facts.dtype).itemsize
+                rows += counts[id(selection)]
+                nbytes += counts[id(selection)] * facts.widths[site, layer] * itemsize
+        return rows, nbytes
+
+
+def _sum_of(sizes: np.ndarray) -> Estimate:
+    return Estimate(len(sizes), *sizes.sum(0).tolist())
+
+
+def _amount(nbytes: int) -> str:
+    """Bytes as text: "1.2 GB"."""
+    rounded, units = float(f"{nbytes:.3g}"), ["B", "kB", "MB", "GB", "TB"]
+    while rounded >= 1000 and len(units) > 1:
+        rounded, units = rounded / 1000, units[1:]
+    return f"{rounded:g} {units[0]}"
 
 
 def _own_plan(given: Any) -> Plan:
@@ -193,7 +349,7 @@ def _checked_ids(given: Sequence[Any], count: int) -> list[str]:
     return ids
 
 
-def _digest(ids: Sequence[int]) -> str:
+def _digest(ids: Sequence[int] | np.ndarray) -> str:
     return digest(np.array(ids, np.int64).tobytes())
 
 

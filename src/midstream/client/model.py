@@ -6,7 +6,7 @@ import itertools
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any, Literal, Self, cast, overload
 
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
-from midstream.client.collecting import Collection
+from midstream.capture.loading import Asked
+from midstream.client.activations import Activations, captures_of
+from midstream.client.collecting import Collection, Estimate
 from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.lowering.functions import with_programs
@@ -418,13 +420,15 @@ class TraceModel(Sizes):
         to: str | Path,
         ids: Iterable[Any] | None = None,
         shard_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        skip_special_tokens: bool = False,
         progress: bool | None = None,
         **params: Any,
     ) -> Any:
         """Run the prompts whose captures a directory lacks, and write their captures to the directory.
 
-        Each request is listed there within about a second of its end, while others run. Repeat a call that was killed: it continues where
-        it stopped, and logs how many prompts the directory has already.
+        Each request is listed there within about ten seconds of its end, while others run, and at once when none does. Repeat a call that
+        was killed: it continues where it stopped, and logs how many prompts the directory has already.
 
         Args:
             prompts: one prompt or several.
@@ -433,7 +437,12 @@ class TraceModel(Sizes):
             ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt by it.
                 None makes ids from the tokens; each of several equal prompts gets its own id.
             shard_bytes: the approximate limit of each file's size. 256 MiB if None.
-            progress: as in `generate`. The bar counts the prompts that the directory lacks.
+            limit_bytes: how many bytes of rows this call may write. It runs the prompts that fit, in their order, and logs how many are
+                left for another call. Rows of generated tokens count as if each prompt generated `max_tokens`.
+            skip_special_tokens: leave out the rows of special tokens of the prompt, such as `<s>`; those that
+                `tokenizer.decode(skip_special_tokens=True)` leaves out. The rows of generated tokens stay.
+            progress: as in `generate`. The bar counts the prompts that the directory lacks, and shows rows and bytes per second. Rows of
+                generated tokens count as for `limit_bytes`.
             params: sampling parameters; `max_tokens` defaults to 1.
 
         Returns:
@@ -442,28 +451,111 @@ class TraceModel(Sizes):
 
         Raises:
             CaptureError: the directory contains captures of another model or plan, another prompt under one of these ids, or one of these
-                prompts from a call with `ids` although this call has none, or the reverse. Nothing has been run. Also raised if some
-                captured rows were not written.
+                prompts from a call with `ids` although this call has none, or the reverse; or the file system has less free space
+                than the rows need. Nothing has been run. Also raised if some captured rows were not written.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
         sampled = sampling(params, 1, self._generation)
-        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampled, shard_bytes)
+        collection = Collection(
+            prompts_of(prompts)[0], plan, to, ids, sampled, shard_bytes, limit_bytes, skip_special_tokens
+        )
         try:
             return self._finish(self._collect(collection, progress))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"The prompts that are complete are in {str(collection.directory)!r}; the same call again collects the others."
-            ) from None
+            raise KeyboardInterrupt(collection.how_to_go_on()) from None
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:
         if self._is_async:
             await cast(Any, self).start()
         parts = collection.parts(self)
-        with self._bar(progress, sum(map(len, parts)), "prompt") as bar:
+        with self._bar(progress, sum(len(part.invokes) for part in parts), "prompt") as bar:
             for part in parts:
-                await self._results(self._run(part, ended=bar.update))
+                await self._results(self._run(part.invokes, ended=partial(collection.ended, bar, part)))
         return Store(collection.directory, collection.names)
+
+    def estimate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        plan: Any,
+        to: str | Path | None = None,
+        ids: Iterable[Any] | None = None,
+        skip_special_tokens: bool = False,
+        **params: Any,
+    ) -> Any:
+        """How many rows and bytes `collect` would write, without running anything.
+
+            model.estimate(prompts, plan=Capture("resid_post", layers=14, positions="all_prompt"))
+
+        Args:
+            prompts, plan, ids, skip_special_tokens, params: as in `collect`.
+            to: a directory, whose prompts do not count; None counts all prompts.
+
+        Returns:
+            An estimate with `prompts`, `rows` and `nbytes`. Rows of generated tokens count as if each prompt generated `max_tokens`.
+            Awaitable with `mode="async"`.
+
+        Raises:
+            CaptureError, PlanError, PromptError, ParameterError: as `collect` does before it runs anything.
+        """
+        _refuse_in_trace("estimate")
+        sampled = sampling(params, 1, self._generation)
+        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampled, skip_special_tokens=skip_special_tokens)
+        return self._finish(self._estimate(collection))
+
+    async def _estimate(self, collection: Collection) -> Estimate:
+        if self._is_async:
+            await cast(Any, self).start()
+        return collection.estimate(self)
+
+    def activations(
+        self,
+        prompts: Iterable[Prompt],
+        site: str | Sequence[str],
+        layer: int | Sequence[int] | None = None,
+        *,
+        positions: Any = "all_prompt",
+        batch_size: int = 4096,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = 1,
+        plan: Any = None,
+        with_context: bool = False,
+        when: str = "before",
+        dtype: Any = None,
+        buffer_rows: int | None = None,
+        **params: Any,
+    ) -> Activations:
+        """Batches of rows for training, from prompts that the model runs meanwhile, without a disk.
+
+            for batch in model.activations(prompts, "resid_post", 14): ...
+
+        A thread runs the prompts of the next buffer while the batches of this one are taken, and waits when it is full.
+
+        Args:
+            prompts: a list, or an iterator, which is read as prompts are needed.
+            site, layer, batch_size, with_context, when: as in `Store.loader`. `Batch.requests` has the prompts' numbers.
+            positions: which rows, as in `Capture`.
+            shuffle: whether prompts of a list come in random order, and the rows of a buffer are mixed.
+            seed: of the order.
+            epochs: how many times to run the prompts; None: endlessly. An iterator has one epoch.
+            plan: interventions for all prompts beside the captures.
+            dtype: of the batches; None for the model's.
+            buffer_rows: rows that are mixed with each other: 16 batches if None. Twice as many are in memory.
+            params: sampling parameters; `max_tokens` defaults to 1.
+
+        Raises:
+            PlanError, ParameterError: an argument is not allowed. Errors of prompts come with the batches.
+        """
+        if self._is_async:
+            raise ParameterError(
+                "activations is for models with mode='sync': its batches are waited for without an event loop."
+            )
+        asked = Asked.of(site, layer, when, batch_size, buffer_rows, shuffle, seed, with_context)
+        sampled = sampling(params, 1, self._generation)
+        prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts)[0]
+        return Activations(self.generate, prompts, asked, captures_of(asked, positions, dtype) + plan, epochs, sampled)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:

@@ -41,11 +41,12 @@ class Selector:
 
     Attributes:
         kind: its unique name on the wire.
-        selects_generated: whether it may select rows of generated tokens: true if its class defines `of_generated`.
+        selects_generated: whether it may select rows of generated tokens: true if its class defines `of_generated`. An instance may have
+            its own.
     """
 
     kind: ClassVar[str] = ""
-    selects_generated: ClassVar[bool] = False
+    selects_generated = False
 
     def __init_subclass__(cls) -> None:
         cls.selects_generated = cls.of_generated is not Selector.of_generated
@@ -134,6 +135,99 @@ WORDS = {
     "all_generated": _AllGenerated(),
     "all": _All(),
 }
+
+
+@dataclass(frozen=True)
+class Subsample(Selector):
+    """A random part of the tokens, the same in every run: `Capture("resid_post", layers=14, positions=Subsample(0.1, skip=1))`.
+
+    A hash of the seed, the prompt's length and the position decides, so the share of tokens is close to `fraction`, not equal to it. A
+    selector does not know the tokens, so prompts of the same length get the same positions. `Subsample(1.0, skip=1)` selects all tokens but
+    the first.
+
+    Args:
+        fraction: the share of tokens, from 0 to 1.
+        skip: how many positions to leave out at the beginning of the prompt. The first token often is an attention sink with a far larger
+            norm than others (Xiao et al. 2023, arXiv:2309.17453).
+        of: "all_prompt", "all_generated" or "all".
+        seed: another seed selects other tokens.
+    """
+
+    kind: ClassVar[str] = "subsample"
+
+    fraction: float
+    skip: int = 0
+    of: str = "all_prompt"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        fields.settle(
+            self,
+            fraction=fields.number("Subsample.fraction", self.fraction, 0.0, 1.0),
+            skip=fields.integer("Subsample.skip", self.skip, 0),
+            of=fields.one_of("Subsample.of", self.of, ("all_prompt", "all_generated", "all")),
+            seed=fields.integer("Subsample.seed", self.seed, 0),
+        )
+        fields.settle(self, selects_generated=self.of != "all_prompt")
+
+    def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
+        if self.of == "all_generated":
+            return np.zeros(positions.size, bool)
+        return (positions >= self.skip) & (_hashed(positions, self.seed, length) < self.fraction)
+
+    def of_generated(self, numbers: np.ndarray) -> np.ndarray:
+        if not self.selects_generated:
+            return np.zeros(numbers.size, bool)
+        return _hashed(numbers, self.seed, 0) < self.fraction  # type: ignore[no-any-return]
+
+
+def _hashed(numbers: np.ndarray, *keys: int) -> np.ndarray:
+    """A number in [0, 1) for each of `numbers`: splitmix64 (Steele et al. 2014), once for each key and once for the number."""
+    state = np.zeros(1, np.uint64)
+    for each in (*keys, numbers):
+        state = (state + np.asarray(each, np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return (state >> np.uint64(11)) * 2.0**-53  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Without(Selector):
+    """Another selection without some positions of the prompt: what `collect(skip_special_tokens=True)` captures of a prompt.
+
+    Args:
+        positions: a `Capture.positions` that is not a `Span`.
+        left_out: positions, counted from the start.
+    """
+
+    kind: ClassVar[str] = "without"
+
+    positions: Any
+    left_out: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        positions = self.positions
+        if isinstance(positions, dict):  # from the wire
+            positions = made("Without.positions", positions.get("selector"), positions.get("options", {}))
+        elif not isinstance(positions, Selector):
+            positions = fields.positions("Without.positions", positions, tuple(WORDS))
+        left_out = tuple(fields.integer("Without.left_out", position, 0) for position in self.left_out)
+        fields.settle(self, positions=positions, left_out=left_out)
+        fields.settle(self, selects_generated=selector_of(positions).selects_generated)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        base: Any = self.positions
+        if isinstance(base, Selector):
+            base = {"selector": base.kind, "options": base.options}
+        return fields.plain("Without", {"positions": base, "left_out": self.left_out})  # type: ignore[no-any-return]
+
+    def of_prompt(self, positions: np.ndarray, length: int) -> np.ndarray:
+        return selector_of(self.positions).of_prompt(positions, length) & ~np.isin(positions, self.left_out)
+
+    def of_generated(self, numbers: np.ndarray) -> np.ndarray:
+        return selector_of(self.positions).of_generated(numbers)
 
 
 def selector_of(positions: Any) -> Selector:
