@@ -237,11 +237,11 @@ def plot_examples(examples: FeatureExamples, feature: int, tokenizer: Any, *, co
 
     if not (shown := examples[feature][:count]):
         raise MidstreamError(f"The feature {feature} is active in no context of the directory.")
-    texts, scores = list[str](), list[float]()
+    texts, scores, breaks = list[str](), list[float](), set[int]()
     for example in shown:
         texts += [tokenizer.decode([token]) for token in example.token_ids]
-        texts[-1] += "\n"
         scores += example.activations.tolist()
+        breaks.add(len(texts) - 1)
     place = examples.features.index(feature)
     title = f"feature {feature}, active at {examples.density[place]:.2%} of the tokens"
-    return plot_token_scores(texts, scores, title, path, label="activation").figure
+    return plot_token_scores(texts, scores, title, path, label="activation", breaks=breaks).figure

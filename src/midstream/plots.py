@@ -19,7 +19,7 @@ Shapes: L layers, T tokens of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -231,6 +231,7 @@ def plot_token_scores(
     label: str = "score",
     cmap: str = "RdBu_r",
     wrap: int = 80,
+    breaks: Collection[int] = (),
     ax: Any = None,
 ) -> Any:
     """Draw a text with each token on the colour of its score, as a `Probe` returns it: white at `center`, NaN in grey.
@@ -246,6 +247,7 @@ def plot_token_scores(
         label: the label of the colour bar.
         cmap: the name of a matplotlib colour map that diverges.
         wrap: the number of characters in a line.
+        breaks: the numbers of tokens after which a line ends.
 
     Returns:
         The Axes; `.figure` is its figure.
@@ -268,7 +270,7 @@ def plot_token_scores(
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    placed = _wrapped(texts, wrap)
+    placed = _wrapped(texts, wrap, breaks)
     lines, columns = placed[-1][1] + 1, max(column + len(text) for text, _, column in placed)
     if ax is None:
         size = (max(4.0, 0.3 + _CHARACTER * columns), min(_HIGHEST_TEXT, 0.8 + 0.2 * bool(title) + _LINE * lines))
@@ -300,16 +302,16 @@ def plot_token_scores(
     return ax
 
 
-def _wrapped(tokens: list[str], wrap: int) -> list[tuple[str, int, int]]:
+def _wrapped(tokens: list[str], wrap: int, breaks: Collection[int]) -> list[tuple[str, int, int]]:
     """What to write for each token, with its line and its first column."""
     placed, line, column = [], 0, 0
-    for token in tokens:
+    for number, token in enumerate(tokens):
         text = _escaped(token)
         if column and column + len(text) > wrap:
             line, column = line + 1, 0
         placed.append((text, line, column))
         column += max(1, len(text))
-        if "\n" in token:
+        if "\n" in token or number in breaks:
             line, column = line + 1, 0
     return placed
 

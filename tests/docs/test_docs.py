@@ -5,6 +5,7 @@
 - ```python script is written to a file and run as a program of its own.
 - `expression  # -> value` and `print(...)  # -> text` are compared; numbers to the digits that are shown.
 - A block ```text that follows is all that the block before it printed.
+- A block ```bash run is run.
 - A block ```bash server or ```python server is run with a server on the bundled model that allows traces, and so are all blocks of the
   pages in `SERVED`.
 
@@ -149,16 +150,16 @@ def compare_text(page: str, block: Block, printed: str) -> None:
 
 
 def paired(blocks: list[Block]) -> Iterator[tuple[Block, Block | None]]:
-    """Python blocks and ```bash server, each with the ```text block that follows it."""
+    """Python blocks, ```bash server and ```bash run, each with the ```text block that follows it."""
     for block, following in zip(blocks, [*blocks, None][1:], strict=True):
-        if block.language == "python" or block.words == "server":
+        if block.language == "python" or block.words in ("server", "run"):
             yield block, following if following is not None and following.language == "text" else None
 
 
 def run_page(page: str, blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
     offer_source(page, [b for b in blocks if b.language == "python" and b.words in ("", "server")])
     for block, output in paired(blocks):
-        assert block.words in ("", "notest", "script", "server"), (
+        assert block.words in ("", "notest", "script", "server", "run"), (
             f"{page}:{block.line - 1}: unknown words {block.words!r}"
         )
         if block.words == "notest":
