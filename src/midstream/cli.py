@@ -2,6 +2,7 @@
 
     midstream demo                # the same as `./demo`
     midstream compare --help      # vLLM against transformers, accessor by accessor
+    midstream collect --help      # the activations of a file of prompts, to a directory
     midstream serve MODEL         # vLLM's OpenAI server, with plans in its requests
     midstream doctor              # whether midstream fits the installed vLLM, or sources of vLLM
     midstream version             # versions of midstream, Python, torch, transformers and vLLM
@@ -27,6 +28,10 @@ _DELEGATES = {  # name: (module, help)
         "read, ablate, steer and patch the bundled model on vLLM, and compare with transformers",
     ),
     "compare": ("midstream.commands.compare", "a table of the largest differences between vLLM and transformers"),
+    "collect": (
+        "midstream.commands.collect",
+        "capture the prompts of a file to a directory, with one or many processes",
+    ),
     "serve": ("midstream.serve.command", "vLLM's OpenAI server, with plans in its requests"),
     "doctor": (
         "midstream.engine.doctor",

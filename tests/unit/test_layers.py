@@ -56,6 +56,7 @@ ENTRY_POINTS = {
     "cli",
     "commands",
     "inspect_ai",
+    "ray",
 }  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
 WITHOUT_VLLM = {
@@ -76,6 +77,7 @@ WITHOUT_VLLM = {
     "remote",
     "transformers",
     "inspect_ai",
+    "ray",
 } | LEAVES
 
 

@@ -11,7 +11,8 @@ from midstream.errors import MidstreamError
 
 
 def config(mode=CUDAGraphMode.NONE, enable_sp=False, **parallel):
-    given = {"use_ubatching": False, "prefill_context_parallel_size": 1, "use_ray": False, **parallel}
+    given = {"use_ubatching": False, "use_ray": False, "prefill_context_parallel_size": 1, "data_parallel_size": 1}
+    given |= parallel
     compilation = SimpleNamespace(cudagraph_mode=mode, pass_config=SimpleNamespace(enable_sp=enable_sp))
     return SimpleNamespace(parallel_config=SimpleNamespace(**given), compilation_config=compilation)
 
@@ -21,6 +22,7 @@ def config(mode=CUDAGraphMode.NONE, enable_sp=False, **parallel):
     [
         ({"use_ubatching": True}, "without dual batch overlap"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=1"),
+        ({"data_parallel_size": 2}, r"data_parallel_size=1, and several engines: midstream\.ray"),
         ({"enable_sp": True}, "'enable_sp': False"),
         ({"use_ray": True, "older": "0"}, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),
         ({"mode": CUDAGraphMode.FULL, "breakable": "1"}, "VLLM_USE_BREAKABLE_CUDAGRAPH=0"),

@@ -92,6 +92,12 @@ def refuse_unsupported(config: Any) -> None:
             "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
             "prefill_context_parallel_size=1."
         )
+    if parallel.data_parallel_size > 1:  # 1 in the data parallel engines of a dense model, which are independent
+        raise MidstreamError(
+            "Data parallel engines of a mixture of experts compute each step together, and a step with plans or traces may differ from "
+            "those of the other engines. Start the engine with data_parallel_size=1, and several engines: midstream.ray.collect, "
+            "`midstream collect --shard I/N`, or several servers behind a load balancer."
+        )
     if getattr(compilation.pass_config, "enable_sp", None):
         raise MidstreamError(
             "With sequence parallelism each rank has only some of the residual stream's rows, and midstream needs all of them. Start the "
