@@ -16,8 +16,8 @@ HEAD = """# Reference
 Every public name, with its docstring. `scripts/write_reference.py` writes this page; the tests compare it with the code.
 """
 MODEL = (
-    "trace run generate collect estimate activations record sweep edit clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim "
-    "tokenizer close"
+    "trace run generate collect estimate activations record sweep edit clear_edits plan num_layers hidden_size vocab_size num_heads "
+    "num_kv_heads head_dim tokenizer close"
 )
 # Section -> (the class or function, what stands before its members, those that users call).
 SECTIONS = {
@@ -67,6 +67,7 @@ SECTIONS = {
         ("midstream.capture.loading:Loader", "loader", "state_dict load_state_dict"),
         ("midstream.capture.loading:Batch", "batch", ""),
         ("midstream.client.activations:Activations", "activations", "close"),
+        ("midstream.ray:collect", "", ""),
         ("midstream.features:max_activating", "", ""),
         ("midstream.features:FeatureExamples", "examples", "top_tokens to_dataframe"),
         ("midstream.features:Example", "example", ""),

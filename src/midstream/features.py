@@ -134,6 +134,7 @@ def max_activating(
     device: Any = "cpu",
 ) -> FeatureExamples:
     """Find the contexts with the highest activations of each feature. Reads each captured row once.
+    An activation of NaN counts as 0.
 
     Args:
         store: has rows of the SAE's site and layer, of prompts: `model.collect(prompts, plan=Capture(..., positions="all_prompt"))`.
@@ -150,11 +151,10 @@ def max_activating(
         fields.integer(name, value, low)
         for name, value, low in (("top", top, 1), ("before", before, 0), ("after", after, 0))
     )
-    chosen = (
-        list(range(sae.features)) if features is None else [fields.integer("features", each, 0) for each in features]
-    )
-    if not chosen or max(chosen) >= sae.features:
-        raise fields.refuse("features", fields.shown(chosen), f"from 0 to {sae.features - 1}")
+    allowed = f"from 0 to {sae.features - 1}, each once"
+    chosen = list(range(sae.features)) if features is None else list(fields.integers("features", features, allowed, 0))
+    if max(chosen) >= sae.features:
+        raise fields.refuse("features", fields.shown(chosen), allowed)
     key = sae.site, sae.layer, "before"
     names = [name for name in store if store.count(name, [key])]
     if not names:
@@ -177,14 +177,19 @@ def _activations(
     """The number of each request, and the activations `[rows, chosen]` of its rows."""
     key, most = (sae.site, sae.layer), max(1, _BATCH_NUMBERS // sae.features)
     together: list[tuple[int, torch.Tensor]] = []
+    count = 0
     for number, name in enumerate(names):
-        together.append((number, store[name][key]))
-        if sum(len(rows) for _, rows in together) >= most or number == len(names) - 1:
-            acts = sae.encode(torch.cat([rows for _, rows in together]).to(device))[:, chosen].cpu()
+        capture = store[name]
+        if capture.positions[key][-1] >= len(capture.prompt_token_ids):
+            raise CaptureError(f"{capture!r} has rows of generated tokens, whose ids the directory does not have.")
+        together.append((number, capture[key]))
+        count += len(together[-1][1])
+        if count >= most or number == len(names) - 1:
+            acts = sae.encode(torch.cat([rows for _, rows in together]).to(device))[:, chosen].cpu().nan_to_num(nan=0.0)
             for (each, rows), own in zip(together, acts.split([len(rows) for _, rows in together]), strict=True):
                 if len(rows):
                     yield each, own
-            together = []
+            together, count = [], 0
 
 
 def _contexts(
@@ -206,8 +211,6 @@ def _contexts(
     for number, each in sorted(wanted.items()):
         capture = store[names[number]]
         positions = capture.positions[sae.site, sae.layer]
-        if positions[-1] >= len(capture.prompt_token_ids):
-            raise CaptureError(f"{capture!r} has rows of generated tokens, whose ids the directory does not have.")
         rows = capture[sae.site, sae.layer]
         for rank, place, row in each:
             first, stop = max(row - before, 0), row + after + 1

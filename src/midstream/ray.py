@@ -24,15 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 import ray.data
 
-from midstream.capture.consumers import Collected
 from midstream.capture.directory import remove_orphans
+from midstream.capture.listing import Listing
 from midstream.client.collecting import Collection
 from midstream.client.model import TraceModel
 from midstream.commands.collect import start_model
@@ -103,7 +101,9 @@ def collect(
             "params": params,
         },
     )
-    missing = _missing(prompts, prompt_column, id_column, Listed(to).digests)
+    listing = Listing(to)
+    listing.refresh()
+    missing = _missing(prompts, prompt_column, id_column, listing.digests)
     missing = missing.repartition(target_num_rows_per_block=batch_size).materialize()
     if not (count := missing.count()):
         return ray.data.from_arrow(RAN.empty_table())
@@ -193,8 +193,8 @@ class Engine:
     ) -> None:
         remove_orphans(Path(to))
         self._model: TraceModel = start()
-        self._listed = Listed(Path(to))
-        self._given = {
+        self._given: dict[str, Any] = {
+            "listing": Listing(Path(to)),
             "plan": Plan.from_json(plan),
             "to": to,
             "params": sampling(params, 1, self._model._generation),
@@ -216,76 +216,8 @@ class Engine:
 
     def _run(self, prompts: list[Prompt], ids: list[str]) -> dict[str, dict[str, int]]:
         """Run the prompts that are not listed. Returns the rows and bytes of each."""
-        invokes, sizes = Batch(self._listed, prompts=prompts, ids=ids, **self._given)._missing(self._model)
+        invokes, sizes = Collection(prompts, ids=ids, **self._given).missing(self._model)
         if invokes:
             self._model._finish(self._model._results(self._model._run(invokes)))
         names = [invoke.collected.id for invoke in invokes if invoke.collected]
         return {name: {"rows": size[0], "bytes": size[1]} for name, size in zip(names, sizes.tolist(), strict=True)}
-
-
-class Batch(Collection):
-    """Some prompts of a job. It looks them up in `listed`: a `Collection` would read the whole directory's index for each batch."""
-
-    def __init__(self, listed: Listed, **given: Any) -> None:
-        super().__init__(**given)
-        self._index = listed
-
-    def _listed(self, expected: Collected) -> dict[str, str]:
-        self._index.refresh()
-        if self._index.kinds - {(expected.model, expected.plan)}:
-            return super()._listed(expected)  # raises
-        return {name: tokens for name in self._ids or () if (tokens := self._index.digests.get(name))}
-
-
-class _Part(msgspec.Struct):
-    shard: str
-    bytes: int
-
-
-class _Line(msgspec.Struct):
-    """What a line of an index says of a request."""
-
-    stage: tuple[int, int] = (0, 0)
-    prompt_token_ids: list[int] = []
-    collected: Collected | None = None
-    error: str | None = None
-    parts: list[_Part] = []
-
-
-class Listed:
-    """The prompts in a directory, read as the directory grows. Unlike a `Store` it keeps only the ids.
-
-    Attributes:
-        digests: of the tokens of each prompt, by id.
-        kinds: the models and plans of the prompts; None for captures that are not of `collect`.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._read = directory, dict[Path, int]()
-        self.digests, self.kinds = dict[str, str](), set[tuple[str, str] | None]()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read the new lines of each index."""
-        sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
-        for path in self._directory.glob("index-*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                for text in file:
-                    if not text.endswith(b"\n"):
-                        break
-                    self._read[path] = self._read.get(path, 0) + len(text)
-                    self._add(text, sizes)
-
-    def _add(self, text: bytes, sizes: Mapping[str, int]) -> None:
-        try:
-            line = msgspec.json.decode(text, type=_Line)
-        except msgspec.DecodeError:
-            return
-        if line.stage[1] != 1 or line.error or any(sizes.get(part.shard) != part.bytes for part in line.parts):
-            return
-        if line.collected is None:
-            self.kinds.add(None)
-            return
-        self.kinds.add((line.collected.model, line.collected.plan))
-        self.digests[line.collected.id] = digest(np.array(line.prompt_token_ids, np.int64).tobytes())

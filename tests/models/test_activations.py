@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from oracle import Plain, close
 from plan_cases import EIFFEL, FRANCE, HIDDEN, ITALY
 
-from midstream import Steer
-from midstream.errors import ParameterError, PlanError
+from midstream import Capture, Steer
+from midstream.errors import CaptureError, MidstreamError, ParameterError, PlanError
 
 PROMPTS = [FRANCE, EIFFEL, ITALY, "The capital of Spain is"]
 
@@ -54,7 +55,7 @@ def test_epochs_of_several_sites_with_their_tokens(model: Any, plain: Plain) -> 
             for key, rows in batch.rows.items():
                 close(rows[i], sites[which][key][position])
     assert set(batches[0].rows) == set(itertools.product(["resid_post", "mlp_out"], [2, 5]))
-    assert len(set(seen)) == len(seen) == 3 * sum(map(len, ids))
+    assert Counter(seen) == Counter(3 * [(i, p) for i, each in enumerate(ids) for p in range(len(each))])
 
 
 def prompt_of(batch: Any, i: int, sites: list[Any]) -> int:
@@ -105,6 +106,29 @@ def test_prompts_are_read_as_they_are_needed(model: Any) -> None:
     assert not [each for each in threading.enumerate() if "midstream-activations" in each.name]
 
 
+def test_requests_are_the_numbers_of_prompts(model: Any, plain: Plain) -> None:
+    """Seen failing where the shuffled prompts are numbered."""
+    ids = [plain.ids(prompt) for prompt in PROMPTS]
+    for batch in model.activations(PROMPTS, "resid_post", 5, epochs=2, batch_size=16, with_context=True):
+        for token, position, number in zip(*(each.tolist() for each in batch[1:]), strict=True):
+            assert ids[number][position] == token
+
+
+def test_after_an_error_no_batches_come_in_silence(model: Any) -> None:
+    activations = model.activations([FRANCE, "", ITALY], "resid_post", 5, batch_size=2, shuffle=False)
+    with pytest.raises(MidstreamError):
+        list(activations)
+    with pytest.raises(CaptureError, match="have ended before"):
+        next(activations)
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_prompts_without_such_rows_are_an_error(model: Any, epochs: int | None) -> None:
+    """Seen failing: endless epochs never ended."""
+    with pytest.raises(CaptureError, match="no rows at these positions"):
+        next(model.activations(PROMPTS, "resid_post", 5, positions="all_generated", epochs=epochs))
+
+
 def test_one_prompt_is_one_prompt(model: Any, expected: list[torch.Tensor]) -> None:
     (batch,) = model.activations(FRANCE, "resid_post", 5, shuffle=False)
     close(batch, expected[0])
@@ -113,6 +137,11 @@ def test_one_prompt_is_one_prompt(model: Any, expected: list[torch.Tensor]) -> N
 def test_what_is_wrong_is_said(model: Any) -> None:
     with pytest.raises(ParameterError, match="an iterator has one epoch"):
         model.activations(iter(PROMPTS), "resid_post", 5, epochs=None)
+    with pytest.raises(ParameterError, match="has a Capture of resid_post"):
+        model.activations(PROMPTS, "resid_post", 5, plan=Capture("resid_post", positions="all"))
+    for epochs in (0, -1, 2.5):
+        with pytest.raises(PlanError, match="epochs is"):
+            model.activations(PROMPTS, "resid_post", 5, epochs=epochs)
     with pytest.raises(PlanError, match="layers is 99"):
         next(model.activations(PROMPTS, "resid_post", 99))
     with pytest.raises(PlanError, match="site is 'nothing'"):

@@ -10,8 +10,10 @@ import torch
 from oracle import Plain
 from plan_cases import HIDDEN
 
-from midstream import SAE, Capture
+from midstream import SAE, Capture, open_captures
 from midstream.bundled import demo_contrast, demo_facts
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.directory import DirectorySink
 from midstream.errors import CaptureError, MidstreamError, PlanError
 from midstream.features import max_activating, plot_examples
 
@@ -91,6 +93,8 @@ def test_the_columns_and_the_figure(store: Any, sae: SAE, model: Any, tmp_path: 
 def test_what_cannot_be_found_is_an_error(store: Any, sae: SAE, model: Any, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="features is"):
         max_activating(store, sae, features=[FEATURES])
+    with pytest.raises(PlanError, match="3 twice"):
+        max_activating(store, sae, features=[3, 3])
     other = model.collect(PROMPTS[:2], plan=Capture("mlp_out", layers=5), to=tmp_path / "other")
     with pytest.raises(CaptureError, match="no rows of resid_post"):
         max_activating(other, sae)
@@ -98,3 +102,21 @@ def test_what_cannot_be_found_is_an_error(store: Any, sae: SAE, model: Any, tmp_
     generated = model.collect(PROMPTS[:2], plan=plan, to=tmp_path / "generated", max_tokens=4, ignore_eos=True)
     with pytest.raises(CaptureError, match="generated tokens"):
         max_activating(generated, sae)
+
+
+def test_nan_hides_no_example(sae: SAE, tmp_path: Path) -> None:
+    """Seen failing: requests with a row of NaN took the places of all others."""
+    sink = DirectorySink(tmp_path)
+    for i in range(20):
+        rows = 40 * torch.nn.functional.normalize(
+            torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(i)), dim=1
+        )
+        rows[0] = numbers_of_sae()[0][i % 3] * (30.0 + i)
+        rows[1] = float("nan") if i % 2 else rows[1]
+        sink.begin(CaptureInfo(str(i), (1, 2, 3, 4)))
+        sink.rows(str(i), "resid_post", 5, [0, 1, 2, 3], rows)
+        sink.end(str(i), None)
+    sink.close()
+    examples = max_activating(open_captures(tmp_path), sae, features=[0, 1, 2], top=10)
+    assert [one.request for one in examples[0]] == ["18", "15", "12", "9", "6", "3", "0"]
+    assert examples.highest.isfinite().all()

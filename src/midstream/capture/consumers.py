@@ -417,7 +417,8 @@ class ConsumerThread:
     def _linger(self) -> float:
         with self._changed:
             run = len(self._open) > len(self._unflushed)
-        return COLLECT_LINGER if run and self._unflushed[0].info.collected is not None else LINGER
+        of_collect = all(delivery.info.collected is not None for delivery in self._unflushed)
+        return COLLECT_LINGER if run and of_collect else LINGER
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
         """Call the consumer. Returns the error that it raised."""

@@ -488,6 +488,7 @@ class Store(Mapping[str, StoredCapture]):
     def __init__(self, directory: str | Path, only: Sequence[str] | None = None) -> None:
         self._directory, self._only = Path(directory).expanduser(), only
         self._shards = ShardReader(self._directory)
+        self._lock = threading.Lock()
         self._read: dict[str, int] = {}  # how many bytes of each index have been read
         self._counts: dict[tuple[str, str, int], int] = {}  # lines by engine, request and stage
         self._records: dict[tuple[str, str, int], _StoredRequest] = {}
@@ -500,16 +501,6 @@ class Store(Mapping[str, StoredCapture]):
     def failed(self) -> dict[str, str]:
         """The error of each request whose capture failed."""
         return {name: record.error for name, record in self._names.items() if record.error}
-
-    def entries(self) -> list[tuple[Collected | None, np.ndarray]]:
-        """`(collected, prompt)` of each complete request whose shards are on the disk."""
-        sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
-        found = []
-        for record in filter(_readable, self._records.values()):
-            parts = [part for line in record.lines.values() for part in line["parts"]]
-            if all(sizes.get(part["shard"]) == part["bytes"] for part in parts):
-                found.append((record.collected, next(iter(record.lines.values()))["prompt_token_ids"]))
-        return found
 
     def count(self, name: str, planes: Sequence[PlaneKey]) -> int:
         """How many rows a request has of each of these planes; 0 if it has none of them. Raises CaptureError if their positions differ."""
@@ -609,7 +600,17 @@ class Store(Mapping[str, StoredCapture]):
         return write_arrow(self, Path(path).expanduser(), asked, context_size)
 
     def refresh(self) -> None:
-        """Read the new lines of each index."""
+        """Read the new lines of each index. Any thread may call."""
+        with self._lock:
+            self._refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def _refresh(self) -> None:
         for path in sorted(self._directory.glob("index-*.jsonl")):
             known = self._read.get(path.name, 0)
             with open(path, "rb") as file:

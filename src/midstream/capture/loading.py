@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from midstream.capture.rows import plane_name
+from midstream.capture.rows import cast_rows, plane_name
 from midstream.errors import CaptureError
 from midstream.plan import fields
 from midstream.plan.captures import PlaneKey
+from midstream.plan.vectors import digest
 from midstream.sites import LAYER_SITES, Point, point_of_hook
 
 _BUFFERED_BATCHES = 16
@@ -130,14 +131,18 @@ class Asked:
             raise fields.refuse("site", fields.shown(site), "a site, or several, each once")
         size = fields.integer("batch_size", batch_size, 1)
         rows = _BUFFERED_BATCHES * size if buffer_rows is None else fields.integer("buffer_rows", buffer_rows, 1)
-        is_one = isinstance(site, str) and not isinstance(layer, (Sequence, np.ndarray))
+        is_one = isinstance(site, str) and not (isinstance(layer, (Sequence, range)) or getattr(layer, "ndim", 0) > 0)
         return cls(planes, is_one, size, rows, shuffle, fields.integer("seed", seed, 0), with_context)
 
-    def order(self, count: int, *which: int) -> torch.Tensor | None:
-        """A random order of so many things, the same for the same seed and numbers `which`; None without shuffling."""
+    def order(self, count: int, what: int, *which: int) -> torch.Tensor | None:
+        """A random order of so many things, the same for the same seed and numbers; None without shuffling.
+
+        Args:
+            what: 0 for requests or prompts, 1 for rows. NumPy takes [1] and [1, 0] for the same seed.
+        """
         if not self.shuffle:
             return None
-        return torch.from_numpy(np.random.default_rng([self.seed, *which]).permutation(count))
+        return torch.from_numpy(np.random.default_rng([self.seed, what, *which]).permutation(count))
 
     def batch(self, pool: Pool) -> Any:
         """The rows as the user gets them."""
@@ -194,7 +199,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
 
     An iterator: `next(loader)` gives a batch, and a loop that was left goes on where it stopped. With `epochs`, it ends after so many
     passes; another loop begins the next ones. It is also a `torch.utils.data.IterableDataset`: with `DataLoader(loader, batch_size=None,
-    num_workers=4)` each worker gives other rows.
+    num_workers=4)` each worker gives other rows. Without `persistent_workers=True`, each loop over the DataLoader has the same order.
 
     Attributes:
         rows: how many rows an epoch has, those of all ranks together.
@@ -212,23 +217,36 @@ class Loader(IterableDataset):  # type: ignore[misc]
         share: tuple[int, int],
     ) -> None:
         self._store, self._asked, self._epochs, self._workers = store, asked, epochs, workers
+        self._dtype = dtype
         self._share = self._rank = share  # in a worker of a DataLoader, a part of the rank's share
-        names, counts = list(store), np.array([store.count(name, asked.planes) for name in store], np.int64)
+        names = sorted(store) if asked.shuffle else list(store)  # so that the order does not depend on who wrote first
+        counts = np.array([store.count(name, asked.planes) for name in names], np.int64)
         self.requests = [name for name, count in zip(names, counts, strict=True) if count]
         self._counts = counts[counts > 0]
         if not self.requests:
             raise CaptureError(f"{store!r} has no rows of {', '.join(map(plane_name, asked.planes))}.")
         first = {key: store[self.requests[0]][key] for key in asked.planes}
         self._forms = {key: (rows.shape[1], dtype or rows.dtype) for key, rows in first.items()}
+        for _, kept in self._forms.values():
+            if kept.itemsize == 1 and kept.is_floating_point:  # PyTorch cannot mix them
+                raise CaptureError(
+                    f"Rows of {kept} cannot be loaded as they are. Give the loader a dtype, such as torch.bfloat16."
+                )
         widths = {key[:2]: width for key, (width, _) in self._forms.items()}
         self.width: int | dict[Point, int] = next(iter(widths.values())) if asked.is_one else widths
         self.rows = int(self._counts.sum())
-        self._row, self._end = 0, epochs
+        self._row, self._end, self._worker = 0, epochs, -1
         self._epoch = self._make_epoch(0)
         self._batches: Iterator[Pool] | None = None
 
     def __iter__(self) -> Self:
-        if (worker := get_worker_info()) is not None:
+        if (worker := get_worker_info()) is not None and self._worker != worker.id:
+            if self._row or self._epoch.number:
+                raise CaptureError(
+                    "A loader that has given batches, or was resumed, cannot be shared by a DataLoader's workers. Give the DataLoader a "
+                    "new one, or use workers= and no DataLoader."
+                )
+            self._worker, self._batches = worker.id, None
             rank, size = self._rank
             self._share = rank * worker.num_workers + worker.id, size * worker.num_workers
             self._epoch = self._make_epoch(self._epoch.number)
@@ -241,7 +259,13 @@ class Loader(IterableDataset):  # type: ignore[misc]
             raise StopIteration
         if self._batches is None:
             self._batches = self._run()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException:  # the next call goes on after the last batch that was given
+            self._batches = None
+            raise
         self._row += len(batch)
         while self._row >= self._epoch.rows:  # a batch may begin in one epoch and end in a later one
             self._row -= self._epoch.rows
@@ -259,13 +283,16 @@ class Loader(IterableDataset):  # type: ignore[misc]
             differ = [f"{name} {its.get(name)!r}, here {mine[name]!r}" for name in mine if mine[name] != its.get(name)]
             raise CaptureError(f"The state is of another loader: {'; '.join(differ)}.")
         self._epoch, self._row, self._batches = self._make_epoch(state["epoch"]), state["row"], None
+        if self._epochs is not None:
+            self._end = (state["epoch"] // self._epochs + 1) * self._epochs
 
     def _identity(self) -> dict[str, Any]:
         asked = self._asked
         order = [asked.seed, asked.buffer_rows] if asked.shuffle else None
+        requests = digest("\0".join(self.requests).encode() + self._counts.tobytes())
         return {
-            "requests": len(self.requests),
-            "rows": self.rows,
+            "planes": [list(key) for key in asked.planes],
+            "requests": f"{len(self.requests)}, {requests}",
             "seed and buffer_rows": order,
             "share": [*self._share],
         }
@@ -274,7 +301,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
         return self.__dict__ | {"_batches": None}
 
     def _make_epoch(self, number: int) -> _Epoch:
-        order = self._asked.order(len(self.requests), number)
+        order = self._asked.order(len(self.requests), 0, number)
         rank, size = self._share
         requests = (np.arange(len(self.requests)) if order is None else order.numpy())[rank::size]
         return _Epoch(number, requests, np.cumsum(self._counts[requests]))
@@ -307,7 +334,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
     def _load(self, epoch: _Epoch, first: int, stop: int, before: int, run: Callable[..., Iterable[Any]] = map) -> Pool:
         """Read the rows of the epoch's requests from `first` to `stop`, mixed. `run`: reads several requests at once."""
         count = int(epoch.ends[stop - 1]) - before
-        order = self._asked.order(count, epoch.number, first)
+        order = self._asked.order(count, 1, epoch.number, first)
         into = torch.arange(count) if order is None else order
         rows = {key: torch.empty(count, width, dtype=dtype) for key, (width, dtype) in self._forms.items()}
         context = tuple(torch.empty(count, dtype=torch.int64) for _ in range(3 * self._asked.with_context))
@@ -331,7 +358,11 @@ class Loader(IterableDataset):  # type: ignore[misc]
                     f"{capture!r} has rows of shape {list(rows.shape)} of {plane_name(key)}; other requests have {into.shape[1]} numbers "
                     "in a row. Load the requests of one model."
                 )
-            into.index_copy_(0, places, rows.to(into.dtype))
+            if rows.dtype != into.dtype and self._dtype is None:
+                raise CaptureError(
+                    f"{capture!r} has rows of {rows.dtype}, others have {into.dtype}. Give the loader a dtype."
+                )
+            into.index_copy_(0, places, cast_rows(rows, str(into.dtype).removeprefix("torch."), repr(capture)))
         if pool.context:
             key = next(iter(pool.rows))
             positions = torch.tensor(capture.positions[key])

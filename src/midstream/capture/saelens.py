@@ -66,6 +66,7 @@ def write_arrow(store: Captures, path: Path, asked: Asked, context_size: int) ->
 
 def _contexts(store: Captures, asked: Asked, size: int, counts: dict[str, int]) -> Iterator[dict[str, np.ndarray]]:
     """The columns of each context. The rows of a request that do not fill a context are left out."""
+    dtypes: dict[str, str] = {}
     for name, count in counts.items():
         if count < size:
             continue
@@ -75,6 +76,8 @@ def _contexts(store: Captures, asked: Asked, size: int, counts: dict[str, int]) 
             raise CaptureError(f"{capture!r} has rows of generated tokens, whose ids the directory does not have.")
         ids = np.array(capture.prompt_token_ids, np.int32)[positions]
         rows = {hook_at(*key[:2]): _numbers(capture[key]) for key in asked.planes}
+        if any(str(each.dtype) != dtypes.setdefault(hook, str(each.dtype)) for hook, each in rows.items()):
+            raise CaptureError(f"{capture!r} has rows of another dtype than other requests.")
         for start in range(0, count - size + 1, size):
             part = slice(start, start + size)
             yield {"token_ids": ids[part]} | {hook: each[part] for hook, each in rows.items()}

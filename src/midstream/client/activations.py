@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 
 from midstream.capture.loading import Asked, Pool, cut, read_ahead
-from midstream.errors import ParameterError
+from midstream.errors import CaptureError, ParameterError
+from midstream.plan import fields
 from midstream.plan.values import Capture, Plan
 from midstream.requests.prompts import Prompt
 
@@ -37,6 +38,8 @@ class Activations:
         epochs: int | None,
         params: dict[str, Any],
     ) -> None:
+        if epochs is not None:
+            fields.integer("epochs", epochs, 1)
         if epochs != 1 and not isinstance(prompts, Sequence):
             raise ParameterError(
                 "epochs needs prompts that can be run again, such as a list: an iterator has one epoch."
@@ -44,13 +47,24 @@ class Activations:
         self._generate, self._prompts, self._asked, self._plan = generate, prompts, asked, captures
         self._epochs, self._params = epochs, params
         self._is_closed = False
+        self._error: BaseException | None = None
         self._batches = self._run()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        return self._asked.batch(next(self._batches))
+        if self._error is not None:
+            raise CaptureError(
+                f"The activations have ended before, with {self._error!r}. Make new ones."
+            ) from self._error
+        try:
+            return self._asked.batch(next(self._batches))
+        except StopIteration:
+            raise
+        except BaseException as error:  # which prompts have run is not known any more
+            self._error = error
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -69,8 +83,9 @@ class Activations:
 
     def _pools(self) -> Iterator[Pool]:
         """The rows of as many prompts as fill the buffer, mixed, again and again."""
-        asked, prompts = self._asked, enumerate(self._in_order())
+        asked, prompts = self._asked, self._in_order()
         rows_each, buffered, numbers = 0.0, list[Pool](), count()
+        ran = made = 0
         while not self._is_closed:
             missing = asked.buffer_rows - sum(map(len, buffered))
             size = _FIRST_PROMPTS if not rows_each else max(1, min(round(missing / rows_each), _MOST_PROMPTS))
@@ -79,22 +94,27 @@ class Activations:
                 new = [pool for pool in self._rows_of(part) if len(pool)]
                 rows_each = max(sum(map(len, new)) / len(part), 0.01)
                 buffered += new
+                ran += len(part)
+            is_over = not part or (isinstance(self._prompts, Sequence) and ran >= len(self._prompts))
+            if is_over and not (buffered or made):
+                raise CaptureError("The prompts have no rows at these positions.")
             if buffered and (not part or sum(map(len, buffered)) >= asked.buffer_rows):
-                pool = Pool.joined(buffered)
+                pool, made = Pool.joined(buffered), made + 1
                 order = asked.order(len(pool), 1, next(numbers))
                 yield pool if order is None else pool.mixed(order)
                 buffered = []
             if not part:
                 return
 
-    def _in_order(self) -> Iterator[Prompt]:
-        """The prompts of all epochs. Those that can be run again are shuffled in each."""
+    def _in_order(self) -> Iterator[tuple[int, Prompt]]:
+        """The prompts of all epochs, with their numbers. Those that can be run again are shuffled in each."""
         if not isinstance(self._prompts, Sequence):
-            yield from self._prompts
+            yield from enumerate(self._prompts)
             return
         for epoch in count() if self._epochs is None else range(self._epochs):
             order = self._asked.order(len(self._prompts), 0, epoch)
-            yield from self._prompts if order is None else (self._prompts[i] for i in order.tolist())
+            for number in range(len(self._prompts)) if order is None else order.tolist():
+                yield number, self._prompts[number]
 
     def _rows_of(self, part: Sequence[tuple[int, Prompt]]) -> Iterator[Pool]:
         """Run prompts, each with its number."""

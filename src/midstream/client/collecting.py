@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from midstream.capture.consumers import Collected
-from midstream.capture.directory import open_captures, remove_orphans
+from midstream.capture.directory import remove_orphans
+from midstream.capture.listing import Listing, digest_of
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.lowering.functions import with_programs
 from midstream.plan import fields
@@ -72,6 +73,7 @@ class Collection:
         prompts, plan, ids, shard_bytes, limit_bytes, skip_special_tokens: as in `TraceModel.collect`.
         to: the same; None for an estimate of all prompts.
         params: sampling parameters, including `max_tokens`.
+        listing: of the directory, from an earlier call; None reads all of its index.
 
     Attributes:
         names: the id of each prompt, once `parts` has been called.
@@ -90,9 +92,11 @@ class Collection:
         shard_bytes: int | None = None,
         limit_bytes: int | None = None,
         skip_special_tokens: bool = False,
+        listing: Listing | None = None,
     ) -> None:
         self._prompts, self._params = prompts, dict(params)
         self.directory = Path(os.devnull if to is None else to).expanduser()  # an estimate needs none
+        self._listing = listing or Listing(self.directory)
         self._sink: str | Consumer = str(self.directory)
         for name, given in {"shard_bytes": shard_bytes, "limit_bytes": limit_bytes}.items():
             if given is not None and (not isinstance(given, int) or given < 1):
@@ -122,7 +126,7 @@ class Collection:
         Raises:
             CaptureError: the directory contains another collection, or the file system has too little space.
         """
-        missing, sizes = self._missing(model)
+        missing, sizes = self.missing(model)
         remove_orphans(self.directory)
         self._there = len(self._prompts) - len(missing)
         fitting = self._fitting(missing, sizes)
@@ -135,7 +139,7 @@ class Collection:
 
     def estimate(self, model: Any) -> Estimate:
         """What `parts` would write without `limit_bytes`. Raises the errors of the prompts and the plan."""
-        return _sum_of(self._missing(model)[1])
+        return _sum_of(self.missing(model)[1])
 
     def ended(self, bar: Bar, part: Part, count: int) -> None:
         """Note that so many requests of a part have ended."""
@@ -210,29 +214,27 @@ class Collection:
         added = getattr(model.tokenizer, "added_tokens_decoder", {})
         return sorted({*model.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)})
 
-    def _listed(self, expected: Collected) -> dict[str, str]:
+    def _listed(self, expected: Collected) -> Mapping[str, str]:
         """The digest of each prompt in the directory, by id. Raises CaptureError if the directory contains another collection."""
-        if not any(self.directory.glob("index-*.jsonl")):
-            return {}
-        listed: dict[str, str] = {}
-        for collected, prompt in open_captures(self.directory).entries():
-            if collected is None:
+        listing = self._listing
+        listing.refresh()
+        if None in listing.kinds:
+            raise CaptureError(
+                f"{self.directory} holds captures that collect has not written. Give collect a directory of its own."
+            )
+        for model, plan in filter(None, listing.kinds):
+            if model != expected.model:
                 raise CaptureError(
-                    f"{self.directory} holds captures that collect has not written. Give collect a directory of its own."
+                    f"{self.directory} holds captures of {model}, and this is {expected.model}. Give collect another directory."
                 )
-            if collected.model != expected.model:
-                raise CaptureError(
-                    f"{self.directory} holds captures of {collected.model}, and this is {expected.model}. Give collect another directory."
-                )
-            if collected.plan != expected.plan:
+            if plan != expected.plan:
                 raise CaptureError(
                     f"{self.directory} holds captures of another plan, with another skip_special_tokens, or of generated rows with other "
                     "sampling parameters. Give collect what the directory was begun with, or another directory."
                 )
-            listed[collected.id] = _digest(prompt)
-        return listed
+        return listing.digests
 
-    def _missing(self, model: Any) -> tuple[list[Invoke], np.ndarray]:
+    def missing(self, model: Any) -> tuple[list[Invoke], np.ndarray]:
         """The prompts that are not listed, checked, in their order; and the rows and bytes of each, `[prompts, 2]`."""
         planner, facts, longest_prompt = model.planner, model.facts, model.longest_prompt
         collected = self._identity(model)
@@ -242,19 +244,19 @@ class Collection:
         plans: dict[tuple[int, ...], tuple[Plan, Plan]] = {}  # by the positions that are left out; prompts share them
         known: dict[Any, tuple[int, int]] = {}  # by these positions and the length, on which alone the checks depend
         seen, sizes = Counter[str](), list[tuple[int, int]]()
-        other_kind = {tokens: name for name, tokens in listed.items() if _is_made(name, tokens) != (self._ids is None)}
         invokes = []
         for number, prompt in enumerate(self._prompts):
             ids = encode(prompt, planner.tokenizer)
-            tokens = _digest(ids)
+            tokens = digest_of(ids)
             name = self._ids[number] if self._ids is not None else _name(tokens, seen)
             self.names.append(name)
-            if name not in listed and tokens in other_kind:
+            other = self._listing.ids.get(tokens)
+            if name not in listed and other is not None and _is_made(other, tokens) != (self._ids is None):
                 how = (
                     "with ids=, and this call has none" if self._ids is None else "without ids=, and this call has them"
                 )
                 raise CaptureError(
-                    f"{self.directory} has prompt {number} already, as {other_kind[tokens]!r}. It was collected {how}. Collect it as "
+                    f"{self.directory} has prompt {number} already, as {other!r}. It was collected {how}. Collect it as "
                     "before, or give collect another directory."
                 )
             if name in listed:
@@ -347,10 +349,6 @@ def _checked_ids(given: Sequence[Any], count: int) -> list[str]:
     if twice:
         raise PromptError(f"ids has {twice[0]!r} more than once; give each prompt one of its own.")
     return ids
-
-
-def _digest(ids: Sequence[int] | np.ndarray) -> str:
-    return digest(np.array(ids, np.int64).tobytes())
 
 
 def _name(tokens: str, seen: Counter[str]) -> str:

@@ -8,13 +8,14 @@ import uuid
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, cast, overload
 
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
+from midstream.capture.listing import Listing
 from midstream.capture.loading import Asked
 from midstream.client.activations import Activations, captures_of
 from midstream.client.collecting import Collection, Estimate
@@ -458,12 +459,29 @@ class TraceModel(Sizes):
         _refuse_in_trace("collect")
         sampled = sampling(params, 1, self._generation)
         collection = Collection(
-            prompts_of(prompts)[0], plan, to, ids, sampled, shard_bytes, limit_bytes, skip_special_tokens
+            prompts_of(prompts)[0],
+            plan,
+            to,
+            ids,
+            sampled,
+            shard_bytes,
+            limit_bytes,
+            skip_special_tokens,
+            self._listing(to),
         )
         try:
             return self._finish(self._collect(collection, progress))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(collection.how_to_go_on()) from None
+
+    def _listing(self, to: str | Path) -> Listing:
+        """The prompts in a directory, read once however often the model collects to it."""
+        path = Path(to).expanduser().absolute()
+        return self._listings.setdefault(path, Listing(path))
+
+    @cached_property
+    def _listings(self) -> dict[Path, Listing]:
+        return {}
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:
         if self._is_async:
@@ -501,7 +519,10 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("estimate")
         sampled = sampling(params, 1, self._generation)
-        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampled, skip_special_tokens=skip_special_tokens)
+        listing = None if to is None else self._listing(to)
+        collection = Collection(
+            prompts_of(prompts)[0], plan, to, ids, sampled, None, None, skip_special_tokens, listing
+        )
         return self._finish(self._estimate(collection))
 
     async def _estimate(self, collection: Collection) -> Estimate:
@@ -554,6 +575,15 @@ class TraceModel(Sizes):
             )
         asked = Asked.of(site, layer, when, batch_size, buffer_rows, shuffle, seed, with_context)
         sampled = sampling(params, 1, self._generation)
+        for capture in (Plan.of(plan) + self.plan).captures:
+            if any(
+                capture.site == name and number in capture.layers_in(self.facts.num_layers)
+                for name, number, _ in asked.planes
+            ):
+                raise ParameterError(
+                    f"plan, or model.plan, has a Capture of {capture.site}, whose rows would be among those of the batches. Leave it out.",
+                    field="plan",
+                )
         prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts)[0]
         return Activations(self.generate, prompts, asked, captures_of(asked, positions, dtype) + plan, epochs, sampled)
 

@@ -1,1 +1,1 @@
-"""The commands `demo` and `compare` of the program `midstream`. The library does not use them."""
+"""The commands `demo`, `compare` and `collect` of the program `midstream`."""

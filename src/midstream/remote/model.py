@@ -199,6 +199,9 @@ def _refusal(response: httpx.Response) -> MidstreamError:
     return _error_of(error, response.status_code)
 
 
+_AHEAD = 256  # outputs of a call that may wait for their reader
+
+
 class CaptureForwarder:
     """Hands the captured rows of one request on to the consumers in its plan, after the server has sent all rows."""
 
@@ -237,6 +240,11 @@ class CaptureForwarder:
         for capture, _ in self._captures:
             await capture.delivered()
 
+    def discard(self) -> None:
+        """No one takes the output any more."""
+        for capture, _ in self._captures:
+            capture.discard()
+
     def finish(self, result: InvokeResult) -> None:
         """Wait for the consumers. Put the output's own captures on the output, or an error on the result."""
         try:
@@ -269,38 +277,52 @@ class RemoteStream(OutputStream):
         return contextlib.aclosing(self._items())
 
     async def _items(self) -> AsyncGenerator[Item]:
-        before = 0
-        delivering: dict[asyncio.Task[None], tuple[Item, CaptureForwarder]] = {}
+        queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(_AHEAD)
+        unfinished: set[CaptureForwarder] = set()
 
-        def delivered() -> Iterator[Item]:
-            for task in [task for task in delivering if task.done()]:
-                item, forwarder = delivering.pop(task)
-                task.result()
-                if item[2] is not None:
-                    forwarder.finish(item[2])
-                yield item
+        async def deliver(item: Item, forwarder: CaptureForwarder) -> None:
+            """Queue an output once the consumers have its rows. Other outputs do not wait for it."""
+            assert item[2] is not None
+            await forwarder.delivered()
+            forwarder.finish(item[2])
+            unfinished.discard(forwarder)
+            await queue.put(item)
 
+        async def read() -> None:
+            before = 0
+            async with asyncio.TaskGroup() as delivering:
+                for (call, progress), forwarders in zip(self._calls, self._forwarders, strict=True):
+                    messages: Any = self._server.async_messages(call, progress)
+                    async with contextlib.aclosing(messages):
+                        async for index, output, result in messages:
+                            item = before + index, output, result
+                            if result is not None and (forwarder := forwarders.get(index)) is not None:
+                                unfinished.add(forwarder)
+                                await asyncio.to_thread(forwarder.take, result)
+                                delivering.create_task(deliver(item, forwarder))
+                            else:
+                                await queue.put(item)
+                    before += len(call.asked)
+
+        async def read_to_the_end() -> None:
+            ending: Exception | None = None
+            try:
+                await read()
+            except ExceptionGroup as group:
+                ending = group.exceptions[0]
+            await queue.put(ending)
+
+        reading = asyncio.create_task(read_to_the_end())
         try:
-            for (call, progress), forwarders in zip(self._calls, self._forwarders, strict=True):
-                messages: Any = self._server.async_messages(call, progress)
-                async with contextlib.aclosing(messages):
-                    async for index, output, result in messages:
-                        item = before + index, output, result
-                        if result is not None and (forwarder := forwarders.get(index)) is not None:
-                            await asyncio.to_thread(forwarder.take, result)
-                            delivering[asyncio.create_task(forwarder.delivered())] = item, forwarder
-                        else:
-                            yield item
-                        for item in delivered():
-                            yield item
-                before += len(call.asked)
-            while delivering:
-                await asyncio.wait(delivering, return_when=asyncio.FIRST_COMPLETED)
-                for item in delivered():
-                    yield item
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
         finally:
-            for task in delivering:
-                task.cancel()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            for forwarder in unfinished:
+                forwarder.discard()
 
 
 class RemoteSweep:

@@ -1,0 +1,96 @@
+"""Which prompts `collect` has written to a directory: their ids and a digest of their tokens, without their rows.
+
+Reads only the lines that are new since the last call, so that a program may collect many times to one directory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from midstream.capture.consumers import Collected
+from midstream.plan.vectors import digest
+
+
+class _Part(msgspec.Struct):
+    shard: str
+    bytes: int
+
+
+class _Line(msgspec.Struct):
+    """What a line of an index says of a request. `stage`: its pipeline stage, and their number; (0, 0) in the first line of a file."""
+
+    stage: tuple[int, int] = (0, 0)
+    prompt_token_ids: list[int] = []
+    collected: Collected | None = None
+    error: str | None = None
+    parts: list[_Part] = []
+
+
+class Listing:
+    """The prompts in a directory, read as the directory grows.
+
+    Attributes:
+        digests: of the tokens of each prompt (`digest_of`), by id.
+        ids: the id of each prompt, by this digest; one of them if several prompts have the same tokens.
+        kinds: the models and plans of the prompts; None for captures that `collect` has not written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.digests: dict[str, str] = {}
+        self.ids: dict[str, str] = {}
+        self.kinds: set[tuple[str, str] | None] = set()
+        self._read: dict[Path, int] = {}  # how many bytes of each index were read
+        self._used: dict[str, int] = {}  # the bytes of each shard of a listed prompt
+
+    def refresh(self) -> None:
+        """Read the new lines of each index. Reads all of them again if an index or a shard is gone."""
+        with self._lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
+        indexes = {path: path.stat().st_size for path in sorted(self._directory.glob("index-*.jsonl"))}
+        if (
+            any(indexes.get(path, -1) < read for path, read in self._read.items())
+            or not self._used.items() <= sizes.items()
+        ):
+            self._clear()
+        for path in indexes:
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                for text in file:
+                    if not text.endswith(b"\n"):  # it is being written
+                        break
+                    self._read[path] = self._read.get(path, 0) + len(text)
+                    self._add(text, sizes)
+
+    def _add(self, text: bytes, sizes: Mapping[str, int]) -> None:
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+        except msgspec.DecodeError:
+            return
+        used = {part.shard: part.bytes for part in line.parts}
+        if not line.stage[1] or line.error or not used.items() <= sizes.items():
+            return
+        if line.collected is None:
+            self.kinds.add(None)
+            return
+        self.kinds.add((line.collected.model, line.collected.plan))
+        tokens = self.digests[line.collected.id] = digest_of(line.prompt_token_ids)
+        self.ids[tokens] = line.collected.id
+        self._used |= used
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """The digest of a prompt's tokens."""
+    return digest(np.array(token_ids, np.int64).tobytes())
