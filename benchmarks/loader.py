@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         store = write(Path(folder), given.gigabytes, given.width, given.rows)
         for _ in in_order(store):  # into the page cache
             pass
-        print(f"{os.cpu_count()} cores, torch {torch.__version__}, {given.gigabytes:g} GB, rows of {given.width} bfloat16")
+        print(
+            f"{os.cpu_count()} cores, torch {torch.__version__}, {given.gigabytes:g} GB, rows of {given.width} bfloat16"
+        )
         for workers in (0, 1, 2, 4, 8):
             found, ratios = [], []
             for _ in range(given.rounds):
