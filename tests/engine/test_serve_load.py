@@ -14,7 +14,7 @@ from typing import Any
 
 import load
 import pytest
-from limits import least
+from limits import least, until
 from load_clients import KEYS, KINDS, LARGE, PATH, RUN, patch, request
 from safetensors.torch import load as tensors
 from servers import Server, serving
@@ -127,10 +127,10 @@ def test_streams_that_nobody_reads_hold_nobody_up_and_end_with_their_clients(ser
 
     with ExitStack() as stack:
         plugs = [ask(server, stack, "POST", "/v1/completions", body) for _ in range(UNREAD)]
-        assert all(plug.recv(100) for plug in plugs)
-        assert (
-            leases() >= UNREAD
-        )  # none has ended: the server waits for its client. The engine leases for those that run, too
+        starts = [plug.recv(100) for plug in plugs]
+        assert all(start.startswith(b"HTTP/1.1 200") for start in starts), starts
+        # All have begun and none ends: the server waits for its clients. The engine leases for those that run, too.
+        until(lambda: leases() >= UNREAD)
         limit = 1.0 + seconds_of_a_request(server)
         assert least(lambda: seconds_of_a_request(server), limit, 20) < limit
     deadline = time.monotonic() + 30

@@ -263,11 +263,12 @@ def good_plans() -> list[dict[str, Any]]:
     several = Probe(
         "mlp_out", layer=2, weight=rng.normal(size=HIDDEN), bias=1.0, name="q", stop_below=-30.0, aggregate="ema"
     )
+    condition = Probe("mlp_out", layer=2, weight=rng.normal(size=HIDDEN), bias=1.0, name="r")
     edits = [Steer("resid_post", layers=[2, 3], vector=vector), Clamp("mlp_out", layers=4, direction=vector, high=1.0)]
     edits.append(Apply("mlp_out", layers=[3], program=gate()))
     plans += [
         Plan.of([probe, several]),
-        Plan.of([When(probe, above=0.5, then=edits), When(several, above=-9.0, below=9.0, then=edits[0])]),
+        Plan.of([When(probe, above=0.5, then=edits), When(condition, above=-9.0, below=9.0, then=edits[0])]),
     ]
     written = [json.loads(plan.to_json()) for plan in plans]
     clamp = {

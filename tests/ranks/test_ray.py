@@ -71,6 +71,7 @@ def client(
         cpu_on_ray.install(directory / "site")
         path = [str(directory / "site"), *filter(None, sys.path)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "VLLM_HOST_IP": "127.0.0.1", **environment}
+        env["RAY_AUTH_MODE"] = "disabled"  # clusters that start at once would take each other's token
         env["RAY_memory_monitor_refresh_ms"] = "0"  # it kills workers for the memory that other tests' engines take
         head = None
         for address, gpus in nodes.items():
