@@ -204,7 +204,7 @@ def _contexts(
 ) -> dict[int, list[Example]]:
     """The contexts around the tokens that were found, by feature."""
     found: dict[int, list[Example]] = {feature: [] for feature in chosen}
-    wanted: dict[int, list[tuple[int, int, int]]] = {}  # request -> places of the feature and the rank, and the row
+    wanted: dict[int, list[tuple[int, int, int]]] = {}  # request -> (rank, place of the feature, row)
     for rank, place in (best.values > 0).nonzero().tolist():
         wanted.setdefault(int(best.requests[rank, place]), []).append((rank, place, int(best.rows[rank, place])))
     ranked: dict[tuple[int, int], Example] = {}

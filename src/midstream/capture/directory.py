@@ -47,6 +47,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.listing import new_lines
 from midstream.capture.rows import ByPlane, RowIndex, arrange_rows, plane_name
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan import fields
@@ -243,9 +244,8 @@ def remove_orphans(directory: Path) -> None:
 
 def _remove_unlisted(path: Path) -> None:
     writer = path.stem.removeprefix("index-")
-    complete = path.read_bytes().rpartition(b"\n")[0]
     try:
-        lines = [json.loads(line) for line in complete.splitlines()]
+        lines = [json.loads(line) for line in new_lines(path)]
         listed = {part["shard"] for line in lines for part in line.get("parts", ())}
     except (ValueError, AttributeError, TypeError, KeyError):  # an unreadable line may refer to any shard
         return
@@ -612,14 +612,9 @@ class Store(Mapping[str, StoredCapture]):
 
     def _refresh(self) -> None:
         for path in sorted(self._directory.glob("index-*.jsonl")):
-            known = self._read.get(path.name, 0)
-            with open(path, "rb") as file:
-                file.seek(known)
-                new = file.read()
-            complete = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
-            for line in complete.split(b"\n")[:-1]:
-                self._add(path, line)
-            self._read[path.name] = known + len(complete)
+            for line in new_lines(path, self._read.setdefault(path.name, 0)):
+                self._add(path, line[:-1])
+                self._read[path.name] += len(line)
         self._name()
 
     def __getitem__(self, request_id: str | int) -> StoredCapture:

@@ -6,7 +6,7 @@ Reads only the lines that are new since the last call, so that a program may col
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -66,13 +66,9 @@ class Listing:
         ):
             self._clear()
         for path in indexes:
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                for text in file:
-                    if not text.endswith(b"\n"):  # it is being written
-                        break
-                    self._read[path] = self._read.get(path, 0) + len(text)
-                    self._add(text, sizes)
+            for text in new_lines(path, self._read.get(path, 0)):
+                self._read[path] = self._read.get(path, 0) + len(text)
+                self._add(text, sizes)
 
     def _add(self, text: bytes, sizes: Mapping[str, int]) -> None:
         try:
@@ -89,6 +85,15 @@ class Listing:
         tokens = self.digests[line.collected.id] = digest_of(line.prompt_token_ids)
         self.ids[tokens] = line.collected.id
         self._used |= used
+
+
+def new_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The complete lines of an index from a byte on. Its last line may still be being written."""
+    with path.open("rb") as file:
+        file.seek(start)
+        for text in file:
+            if text.endswith(b"\n"):
+                yield text
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

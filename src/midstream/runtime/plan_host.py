@@ -329,8 +329,8 @@ class PlanHost:
         last one. Any thread may call it, one step after the other.
         """
         step, self._scores = self._scores, None
-        found_in = self._score_link.bring(step, self._scoring) if step is not None else None
-        if found_in is None:
+        read_scores = self._score_link.bring(step, self._scoring) if step is not None else None
+        if read_scores is None:
             return None
         probed = {name: request.scores for name, request in self._requests.items() if request.scores is not None}
 
@@ -338,7 +338,7 @@ class PlanHost:
             chunks: dict[str, list[ScoreChunk]] = {}
             stops: dict[str, ProbeStop] = {}
             errors: dict[str, str] = {}
-            for name, found in found_in().items():
+            for name, found in read_scores().items():
                 try:
                     chunks[name], stop = probed[name].take(found)
                 except CaptureError as error:  # its selector has failed; other requests go on
