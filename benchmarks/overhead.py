@@ -8,8 +8,9 @@
     python benchmarks/overhead.py stages --pp 2                                  # a trace over stages, against one rank
     python benchmarks/overhead.py starts --rounds 3                              # engine starts with filled caches
 
-Loads: `equal` has requests of equal length, `short` has short prompts and outputs of 16 to 256 tokens, and `mixed` also has prompts of 32
-to 1,024 tokens (shorter with --cpu). Every run has new prompts, so no run finds its prompts in the prefix cache.
+Loads: `equal` has requests of equal length, `short` has short prompts and outputs of 16 to 256 tokens, `mixed` also has prompts of 32 to
+1,024 tokens, and `prompts` has prompts of 512 tokens and generates one (all shorter with --cpu). Several loads run one after the other
+on the same engines. Every run has new prompts, so no run finds its prompts in the prefix cache.
 
 With `--mode async` the requests of each run arrive at the same random times (Poisson), faster than stock vLLM finishes them. A share of
 the requests is traced only there, because a sync engine runs one call at a time.
@@ -24,6 +25,7 @@ import argparse
 import asyncio
 import functools
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -54,8 +56,14 @@ LOADS = {
     "equal": (64, (16, 16), (128, 128)),
     "short": (256, (16, 16), (16, 256)),
     "mixed": (256, (32, 1024), (16, 256)),
+    "prompts": (256, (512, 512), (1, 1)),
 }
-CPU_LOADS = {"equal": (32, (16, 16), (32, 32)), "short": (32, (16, 16), (4, 32)), "mixed": (32, (8, 128), (4, 32))}
+CPU_LOADS = {
+    "equal": (32, (16, 16), (32, 32)),
+    "short": (32, (16, 16), (4, 32)),
+    "mixed": (32, (8, 128), (4, 32)),
+    "prompts": (32, (64, 64), (1, 1)),
+}
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 FEATURES = 16_384  # of an SAE
 RATE = 1.25  # arrivals for each request that stock vLLM finishes
@@ -70,8 +78,9 @@ class Load:
         arrivals: seconds from the start to each request. All are zero until `spread`.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        count, prompt, output = (CPU_LOADS if arguments.cpu else LOADS)[arguments.load]
+    def __init__(self, arguments: argparse.Namespace, name: str) -> None:
+        count, prompt, output = (CPU_LOADS if arguments.cpu else LOADS)[name]
+        self.name = name
         self.count = arguments.requests or count
         self._numbers = itertools.count(1)
         random = np.random.default_rng(0)
@@ -124,6 +133,7 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(model.hidden_size, generator=random) for _ in range(load.count)]
     middle = model.num_layers // 2
+    four = [model.num_layers * k // 4 for k in range(4)]
     encoder, decoder = sae(model.hidden_size)
     biases = {"b_enc": torch.zeros(FEATURES), "b_dec": torch.zeros(model.hidden_size)}
     config = {"architecture": "standard", "d_in": model.hidden_size, "d_sae": FEATURES}
@@ -136,6 +146,12 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
         Row("a different plan in each request", different_plans(model.hidden_size, model.num_layers, load.count)),
         Row("last prompt token captured, all layers", [Capture("resid_post")]),
         Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")]),
+        Row(
+            "every token captured, one layer, to disk",
+            [Capture("resid_post", layers=[middle], positions="all", to=tempfile.mkdtemp(prefix="captured-"))],
+        ),
+        Row("every token captured, four layers", [Capture("resid_post", layers=four, positions="all")]),
+        Row("every token captured, all layers", [Capture("resid_post", positions="all")]),
         Row(
             "a probe of its own in each request",
             [[Probe("resid_post", layer=middle, weight=w, name="p")] for w in weights],
@@ -310,8 +326,7 @@ def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Ru
 
 
 def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[Row]]) -> None:
-    """Stock vLLM and the rows, on one load."""
-    load = Load(arguments)
+    """Stock vLLM and the rows, on each load."""
     with asyncio.Runner() as loop, ExitStack() as stack:
         engines: tuple[list[Any], list[Any]] = ([], [])
         for number in range(arguments.engines):
@@ -321,28 +336,39 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
         if arguments.mode == "async":
             for model in models:
                 loop.run(model.start())
-            alone = [run_stock(stocks[0], load, loop).seconds for _ in range(3)][-1]
-            load.spread(alone / RATE)
-            print(
-                f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s"
-            )
-        wanted = [row for row in rows_of(models[0], load) if any(text in row.name for text in arguments.only)]
-        rows = [Row("stock vLLM"), *wanted]
-        runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
-        for row in rows[1:]:
-            runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
-        print_table(in_turns(runs, arguments), rows, load, arguments)
+        for name in arguments.load:
+            compare_on(Load(arguments, name), stocks, models, loop, arguments, rows_of)
         for model in models:
             print_graphs(loop.run(model.gauges()) if model.mode == "async" else model.gauges())
 
 
+def compare_on(
+    load: Load,
+    stocks: list[Any],
+    models: list[Any],
+    loop: asyncio.Runner,
+    arguments: argparse.Namespace,
+    rows_of: Callable[[Any, Load], list[Row]],
+) -> None:
+    if arguments.mode == "async":
+        alone = [run_stock(stocks[0], load, loop).seconds for _ in range(3)][-1]
+        load.spread(alone / RATE)
+        print(f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s")
+    wanted = [row for row in rows_of(models[0], load) if any(text in row.name for text in arguments.only)]
+    rows = [Row("stock vLLM"), *wanted]
+    runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
+    for row in rows[1:]:
+        runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
+    print_table(in_turns(runs, arguments), rows, load, arguments)
+
+
 def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
     stock = measured[rows[0].name]
-    results = Results(arguments, arguments.what, f"{arguments.load}, {arguments.mode}, {load.count} requests")
+    results = Results(arguments, arguments.what, f"{load.name}, {arguments.mode}, {load.count} requests")
     model = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
     print(
         f"\n{results.machine}\n{model}{', eager' if arguments.eager else ''}, {arguments.pp} stages x {arguments.tp} ranks, "
-        f"{arguments.engines} engines of each kind; load {arguments.load}, {arguments.mode}: {load.count} requests, "
+        f"{arguments.engines} engines of each kind; load {load.name}, {arguments.mode}: {load.count} requests, "
         f"{load.tokens:,} generated tokens; {len(stock)} rounds\n"
     )
     is_sync = arguments.mode == "sync"
@@ -473,7 +499,7 @@ def starts(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["plans", "traces", "captures", "stages", "starts"])
-    parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
+    parser.add_argument("--load", choices=LOADS, nargs="+", default=["equal"], help="for plans and traces")
     parser.add_argument("--requests", type=int, help="how many, in place of the load's number")
     parser.add_argument(
         "--only",

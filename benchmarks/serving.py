@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -273,16 +273,27 @@ def rows_of(server: Served, load: Load) -> list[Row]:
     server.ask("POST", "/v1/midstream/vectors", save({VECTOR: vectors[0]}))
 
     def steer(vector: Any) -> dict[str, Any]:
-        return {"plan": [{"kind": "steer", "site": "resid_post", "vector": vector, "layers": [middle]}]}
+        return {"kind": "steer", "site": "resid_post", "vector": vector, "layers": [middle]}
+
+    def probe(vector: Any) -> dict[str, Any]:
+        return {"kind": "probe", "site": "resid_post", "layer": middle, "weight": [vector], "name": "p"}
+
+    def gate(vector: Any) -> dict[str, Any]:
+        return {"kind": "when", "probe": probe(vector), "above": 0.0, "then": [steer(vector)]}
 
     def packed(vector: np.ndarray) -> dict[str, Any]:
         return {"data": base64.b64encode(vector.tobytes()).decode(), "dtype": "float32", "shape": [hidden]}
 
+    def each(make: Callable[[Any], dict[str, Any]]) -> list[Any]:
+        return [{"plan": [make(packed(vector))]} for vector in vectors]
+
     return [
         Row("stock vLLM", stock=True),
         Row("midstream, no plan"),
-        Row("every request steered by name", bodies=[steer(VECTOR)]),
-        Row("a vector of its own in each request", bodies=[steer(packed(each)) for each in vectors]),
+        Row("every request steered by name", bodies=[{"plan": [steer(VECTOR)]}]),
+        Row("a vector of its own in each request", bodies=each(steer)),
+        Row("a probe of its own in each request", bodies=each(probe)),
+        Row("a gate and a steer of its own in each request", bodies=each(gate)),
     ]
 
 
@@ -340,7 +351,7 @@ def main() -> None:
     add_arguments(parser)
     arguments = parser.parse_args()
     settle(arguments)
-    load = Load(arguments)
+    load = Load(arguments, arguments.load)
     path, flags = model_and_flags(arguments)
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:
