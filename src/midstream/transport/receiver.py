@@ -7,9 +7,9 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread copies the tensors and writes a
-frame (`wire`). On one host, a large payload lies in a memfd that the client maps, so it is copied once. The receiver has a thread for each
-worker, which routes messages to mailboxes. The reader of a mailbox unpickles the values; the receiving thread unpickles messages that were
+`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread writes a frame (`wire`) and copies the
+tensors into memory that it shares with a client on its host (`slots`). The receiver has a thread for each worker, which copies the tensors
+out and routes the messages to mailboxes. The reader of a mailbox unpickles the values; the receiving thread unpickles messages that were
 sent together.
 
 Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of their message, which is freed with the last of them. A
@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import answer_challenge, deliver_challenge
@@ -41,6 +42,7 @@ from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
 from midstream.trace.shipping import itself
 from midstream.transport import codec, wire
+from midstream.transport.slots import SlotReader
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
@@ -232,6 +234,7 @@ class Receiver:
         self.lost: list[str] = []
         self.dropped = 0
         self._paced = ByteBudget(paced_bytes)
+        self._copies = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "midstream-copy")
         self._listeners = [socket.socket(socket.AF_UNIX)]
         self._listeners[0].bind(f"\0{name}")  # the leading NUL keeps it off the filesystem
         self._listeners[0].listen(1024)  # a full queue would refuse a worker at once
@@ -286,6 +289,7 @@ class Receiver:
             _hang_up(sock)
         for thread in threads:
             thread.join()
+        self._copies.shutdown()
         for mailbox in mailboxes:
             mailbox.fail(ChannelClosedError("the results channel is closed"))
 
@@ -363,7 +367,9 @@ class Receiver:
             in_order = True
         except Exception as error:
             if not self._closed:
-                _log.warning("results channel, %s: %r", f"worker {name!r}" if name else "a stranger", error)
+                who = f"worker {name!r}" if name else "a stranger"
+                # Not the error itself, whose traceback holds the mapped slots: some log handlers keep it.
+                _log.warning("results channel, %s: %s", who, repr(error))
         finally:
             self._lose(sock, name, in_order)
 
@@ -384,55 +390,58 @@ class Receiver:
     def _read(self, sock: socket.socket) -> None:
         """Handle frames until the sender says goodbye. Raises ConnectionError if the connection ends otherwise."""
         streams: dict[str, dict[int, torch.Tensor]] = {}
+        slots = SlotReader(sock, self._copies)
         while True:
-            frame, descriptor = wire.receive_frame(sock)
-            try:
-                if frame.parts:
-                    self._deliver(sock, frame, descriptor, streams)
-                elif frame.stream is None:
-                    return
-                else:
-                    streams.pop(frame.stream, None)
-            finally:
-                if descriptor is not None:
-                    os.close(descriptor)
+            frame = wire.receive_frame(sock)
+            if frame.parts:
+                self._deliver(sock, frame, slots, streams)
+            elif frame.stream is None:
+                return
+            else:
+                streams.pop(frame.stream, None)
             self._paced.wait_for_room()
 
     def _deliver(
         self,
         sock: socket.socket,
         frame: wire.Frame,
-        descriptor: int | None,
+        slots: SlotReader,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
         bodies = [wire.receive(sock, part.body) for part in frame.parts]
-        size = sum(part.payload for part in frame.parts)
-        payload = torch.empty(size if descriptor is None else 0, dtype=torch.uint8)
-        wire.receive_into(sock, payload.numpy().data)
         parts = [[self._header(each) for each in part.headers] for part in frame.parts]
         takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
-        if not any(map(any, takers)):
+        is_wanted = any(map(any, takers))
+        sizes = [part.payload for part in frame.parts]
+        payload = torch.empty(0, dtype=torch.uint8)
+        lost: str | None = None
+        try:
+            payload = torch.empty(sum(sizes) if is_wanted else 0, dtype=torch.uint8)
+        except Exception as error:  # no memory for it: this message is lost, and the channel goes on
+            lost = f"taking it in failed: {error!r}"
+        if any(sizes):
+            lost = slots.read(payload.numpy() if is_wanted and lost is None else None) or lost
+        if not is_wanted:
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
             return
         known = streams.setdefault(frame.stream, {}) if frame.stream is not None else {}
-        try:
-            if descriptor is not None:
-                payload = wire.map_payload(descriptor, size)
-            sizes = [part.payload for part in frame.parts]
+        loads: list[Callable[[], Any]]
+        if lost is not None:
+            loads = [partial(UnsendableError, "result", lost)] * len(parts)
+        else:
             payloads = payload.split(sizes) if len(sizes) > 1 else (payload,)
             loads = [
                 partial(codec.unpack, body, codec.resolve_tensors(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
             ]
-        except Exception as error:  # for example no memory to map it: this message is lost, and the channel goes on
-            loads = [partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")] * len(parts)
         for part, headers, its_takers, load in zip(frame.parts, parts, takers, loads, strict=True):
             its_loads: list[Callable[[], Any]] = [load]
             if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
                 values = load()
-                lost = isinstance(values, UnsendableError)
-                its_loads = [partial(itself, value) for value in ([values] * len(headers) if lost else values)]
+                if isinstance(values, UnsendableError):
+                    values = [values] * len(headers)
+                its_loads = [partial(itself, value) for value in values]
             for take, header, each in zip(its_takers, headers, its_loads, strict=True):
                 if take is not None:
                     take(Message(header, part.payload // len(headers), each))

@@ -1,48 +1,37 @@
 """The worker's end of the results channel; `receiver` has the client's end and an example.
 
 The forward's thread pickles the value without its tensors and queues the message. The queue holds a snapshot of the containers but
-not of the tensors, so a tensor must not be changed after it was sent. The sender's thread writes one frame while a `Copier` copies the
-tensors of the next frame into one flat block of memory.
+not of the tensors, so a tensor must not be changed after it was sent. The sender's thread writes the frames, with the tensors by `slots`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import mmap
 import os
 import socket
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
-from operator import itemgetter
 from typing import Any
 
 import msgspec
 import torch
 
-from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
+from midstream.errors import ChannelClosedError, ChannelError
 from midstream.queues import BoundedQueue
 from midstream.transport import wire
 from midstream.transport.codec import Packed, SentTensors, pack
-from midstream.tree import as_bits, as_bytes
+from midstream.transport.slots import SenderSlots
 
 _log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0
-SLOT_BYTES = 8 << 20  # one pinned slot, and the most that one thread copies at a time
-SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
-_ALONE_BYTES = 4 << 20  # a smaller copy takes less time than waking a thread
-
 
 _PackedValues = tuple[list[msgspec.Raw], Packed]  # a value with its headers
 
 
 class _OutgoingFrame:
-    """A frame to write. Its tensors are copied first: into a memfd if they are large and the client can take one.
+    """A frame to write.
 
     Args:
         parts: none if the frame ends `stream`.
@@ -56,65 +45,17 @@ class _OutgoingFrame:
     ) -> None:
         self.size = sum(len(packed.body) + packed.size for _, packed in parts)
         self._parts, self._stream, self._ready = parts, stream, ready
-        self._descriptor: int | None = None
-        self._payload: torch.Tensor | None = None
-        self._memory = contextlib.ExitStack()  # the memfd and its mapping
-        self._copies: list[Future[None]] = []
 
-    def begin(self, copier: Copier, takes_descriptors: bool) -> None:
-        """Begin to copy the tensors."""
+    def write(self, sock: socket.socket, slots: SenderSlots) -> None:
         tensors, offsets, size = list[torch.Tensor](), list[int](), 0
         for _, packed in self._parts:
             tensors += packed.tensors
             offsets += [size + offset for offset in packed.offsets]
             size += packed.size
-        try:
-            if takes_descriptors and size > wire.INLINE_LIMIT:
-                self._payload = self._map(size)
-            else:
-                self._payload = torch.empty(size, dtype=torch.uint8)
-            self._copies = copier.begin(self._payload, tensors, offsets, self._ready)
-        except Exception as error:
-            self._lose(error)
-
-    def _map(self, size: int) -> torch.Tensor:
-        self._descriptor = os.memfd_create("midstream-results")
-        self._memory.callback(os.close, self._descriptor)
-        os.ftruncate(self._descriptor, size)
-        mapping = mmap.mmap(self._descriptor, size)
-        self._memory.callback(mapping.close)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # helps where the system has shmem_enabled=advise
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether all tensors are copied, so that `write` does not wait."""
-        return all(copy.done() for copy in self._copies)
-
-    def write(self, sock: socket.socket) -> None:
-        """Wait for the copy, and send the frame."""
-        try:
-            wait_for_copies(self._copies)
-        except Exception as error:
-            self._lose(error)
         frame = wire.Frame([wire.message_part(*part) for part in self._parts], self._stream)
-        body = b"".join([packed.body for _, packed in self._parts])
-        wire.send_frame(sock, frame, body, self._payload, self._descriptor)
-
-    def _lose(self, error: Exception) -> None:
-        """Send an error in place of each value."""
-        _log.error("results channel: a result could not be copied", exc_info=error)
-        self.close()
-        lost = pack(UnsendableError("result", f"copying it failed: {error!r}"))
-        self._parts = [(headers, lost) for headers, _ in self._parts]
-
-    def close(self) -> None:
-        """Wait for the copy, and free its memory and descriptor. Idempotent."""
-        wait(self._copies)
-        self._copies = []
-        self._payload = self._descriptor = None
-        self._memory.close()
+        wire.send_frame(sock, frame, b"".join([packed.body for _, packed in self._parts]))
+        if size:
+            slots.send(tensors, offsets, size, self._ready)
 
 
 class Sender:
@@ -135,7 +76,6 @@ class Sender:
         self._messages = self._bytes = 0
         self._streams: dict[str, SentTensors] = {}
         self._sock = _connect(address, self.name)
-        self._copier = Copier()
         self._queue.start("midstream-send", self._run)
 
     def send(
@@ -221,18 +161,13 @@ class Sender:
             self._messages += bool(parts)
 
     def _run(self) -> None:
-        frames: deque[_OutgoingFrame] = deque()  # at most two: one is written while the other's tensors are copied
-        takes_descriptors = self._sock.family == socket.AF_UNIX
+        slots = SenderSlots(self._sock)
         try:
             with torch.no_grad():
-                while (frame := self._queue.get(0 if frames else None)) is not None or frames:
-                    if frames and frames[0].is_copied:
-                        self._write(frames.popleft())
-                    if frame is not None:
-                        frames.append(frame)
-                        frame.begin(self._copier, takes_descriptors)
-                    if frames and (frame is None or len(frames) > 1):
-                        self._write(frames.popleft())
+                while (frame := self._queue.get()) is not None:
+                    frame.write(self._sock, slots)
+                    del frame  # and its tensors with it
+                    self._queue.task_done()
             wire.send_frame(self._sock, wire.Frame())
         except BaseException as error:
             if not self._queue.closed:
@@ -240,18 +175,8 @@ class Sender:
                 _log.log(level, "results channel of %s failed: %r", self.name, error)
             raise
         finally:
-            for frame in frames:
-                frame.close()
-            frames.clear()
+            slots.close()
             self._sock.close()
-            self._copier.close()
-
-    def _write(self, frame: _OutgoingFrame) -> None:
-        try:
-            frame.write(self._sock)
-        finally:
-            frame.close()
-            self._queue.task_done()
 
 
 def _raw(header: msgspec.Struct) -> msgspec.Raw:
@@ -287,137 +212,7 @@ def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
     return sock
 
 
-# ------------------------------------------------------------------------------------------------------------ copying
-
-
 def mark_ready(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
     """An event on the caller's current stream of each CUDA device in `tensors`, after which they are complete."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
-
-
-def wait_for_copies(copies: Sequence[Future[None]]) -> None:
-    """Wait until all copies have ended, even if one failed. Raises the error of a copy that failed."""
-    wait(copies)
-    for copy in copies:
-        copy.result()
-
-
-class Copier:
-    """Copies tensors into one flat block of memory. Owns the threads, the streams and the pinned slots.
-
-    Fresh memory costs a page fault and a cleared page for every 4 KiB, several times the copy itself, so a few threads share the work;
-    `memmove` runs without the GIL. CUDA tensors come through a ring of pinned slots: while the threads empty some, the device fills the
-    others on its own stream, which waits only for work from before `send`. Used from one thread; `close` when done.
-    """
-
-    def __init__(self, threads: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), "midstream-copy")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._ring: deque[tuple[torch.Tensor, Future[None]]] = deque()  # a slot, and the task that empties it
-
-    def begin(
-        self,
-        payload: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        offsets: Sequence[int],
-        ready: Mapping[torch.device, torch.cuda.Event],
-    ) -> list[Future[None]]:
-        """Begin to write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes).
-
-        Returns the copies. The payload is complete after `wait_for_copies`. `offsets` come from `codec.payload_offsets`, `ready` from
-        `mark_ready`. An event for host memory in `ready` means that a device is still copying to these tensors; the method waits for it.
-        """
-        placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
-        placed = [(offset, tensor) for offset, tensor in placed if tensor.numel()]
-        tasks: list[Future[None]] = []
-        try:
-            for device, group in groupby(placed, key=lambda item: item[1].device):
-                if device.type == "cuda":
-                    self._from_device(payload, list(group), device, ready[device], tasks)
-                else:
-                    if device in ready:
-                        ready[device].synchronize()
-                    self._from_host(payload, group, tasks)
-        except BaseException:
-            wait(tasks)  # the caller unmaps the payload
-            raise
-        return tasks
-
-    def close(self) -> None:
-        """End the threads and free the pinned memory."""
-        self._pool.shutdown()
-        self._ring.clear()
-        self._streams.clear()
-
-    def _from_host(
-        self, payload: torch.Tensor, placed: Iterator[tuple[int, torch.Tensor]], tasks: list[Future[None]]
-    ) -> None:
-        for offset, tensor in placed:
-            size = tensor.numel() * tensor.element_size()
-            bits = as_bits(tensor)
-            if bits.device.type != "cpu" or not bits.is_contiguous():
-                payload[offset : offset + size].view(bits.dtype).view(bits.shape).copy_(bits)
-            elif size <= _ALONE_BYTES:
-                _move(payload, offset, as_bytes(bits))
-            else:
-                pieces = enumerate(as_bytes(bits).split(SLOT_BYTES))
-                tasks += [self._pool.submit(_move, payload, offset + i * SLOT_BYTES, piece) for i, piece in pieces]
-
-    def _from_device(
-        self,
-        payload: torch.Tensor,
-        placed: list[tuple[int, torch.Tensor]],
-        device: torch.device,
-        ready: torch.cuda.Event,
-        tasks: list[Future[None]],
-    ) -> None:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream, start = self._streams[device], placed[0][0]
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            for _, tensor in placed:
-                tensor.record_stream(stream)
-            for window, pieces in groupby(_windows(placed, start), key=itemgetter(0)):
-                slot = self._free_slot()
-                for _, at, piece in pieces:
-                    slot[at : at + piece.numel()].copy_(piece, non_blocking=True)
-                    end = at + piece.numel()
-                place = start + window * SLOT_BYTES
-                task = self._pool.submit(_move, payload, place, slot[:end], stream.record_event())
-                self._ring.append((slot, task))
-                tasks.append(task)
-
-    def _free_slot(self) -> torch.Tensor:
-        """A free slot, taken out of the ring. Waits for the oldest slot if all are in use.
-
-        A new slot is pinned only if none is free: pinning takes milliseconds, in which the forward's calls to the device wait.
-        """
-        in_use = not self._ring or not self._ring[0][1].done()
-        if in_use and len(self._ring) < SLOTS:
-            return torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
-        slot, task = self._ring.popleft()
-        wait([task])
-        return slot
-
-
-def _windows(placed: list[tuple[int, torch.Tensor]], start: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Cut the tensors where the payload, counted from `start`, crosses a slot's size: (window, place in it, bytes).
-
-    A slot is then a window of the payload, gaps included, and leaves in one copy.
-    """
-    for offset, tensor in placed:
-        source, done = as_bytes(tensor), 0
-        while done < source.numel():
-            window, at = divmod(offset - start + done, SLOT_BYTES)
-            piece = source[done : done + SLOT_BYTES - at]
-            yield window, at, piece
-            done += piece.numel()
-
-
-def _move(payload: torch.Tensor, offset: int, source: torch.Tensor, ready: torch.cuda.Event | None = None) -> None:
-    """Copy `source` (uint8, flat, CPU) into `payload` from `offset` (bytes) on, once `ready`."""
-    if ready is not None:
-        ready.synchronize()
-    ctypes.memmove(payload.data_ptr() + offset, source.data_ptr(), source.numel())

@@ -2,17 +2,14 @@
 
     length of the head | head (msgspec: a `Frame`) | bodies | payloads
 
-This is one message; `codec` describes bodies and payloads. On one host a large payload is not part of the frame: it lies in a memfd whose
-descriptor is sent with the head. A memfd has no name, so no file remains, however the processes end.
+This is one message; `codec` describes bodies and payloads. Between a worker and its client, `slots` carries the payloads.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from multiprocessing import AuthenticationError
@@ -25,7 +22,6 @@ from midstream.errors import ChannelError
 from midstream.transport.codec import NO_MESSAGE, Packed, Size, TensorEntry, unpack_data
 from midstream.tree import as_bytes
 
-INLINE_LIMIT = 64 * 1024  # bytes; a smaller payload is cheaper in the frame than in a memfd of its own
 _MAX_HEAD_BYTES = 64 << 20
 _CHUNK_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
 _LENGTH = struct.Struct("<I")  # bytes of the head
@@ -84,19 +80,9 @@ encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
-def send_frame(
-    sock: socket.socket,
-    frame: Frame,
-    body: bytes = b"",
-    payload: torch.Tensor | None = None,
-    descriptor: int | None = None,
-) -> None:
-    """Send a frame. The payload (uint8, flat) goes inside it, or lies in the memfd `descriptor`, which the caller closes."""
-    data = _head_and_body(frame, body)
-    sent = _send_with(sock, data, descriptor) if descriptor is not None else 0
-    sock.sendall(memoryview(data)[sent:])
-    if descriptor is None and payload is not None and payload.numel():
-        sock.sendall(payload.numpy().data)
+def send_frame(sock: socket.socket, frame: Frame, body: bytes = b"") -> None:
+    """Send the head and the bodies of a frame."""
+    sock.sendall(_head_and_body(frame, body))
 
 
 def _head_and_body(frame: Frame, body: bytes) -> bytes:
@@ -104,43 +90,12 @@ def _head_and_body(frame: Frame, body: bytes) -> bytes:
     return b"".join([_LENGTH.pack(len(head)), head, body])
 
 
-def _send_with(sock: socket.socket, data: bytes, descriptor: int) -> int:
-    """Send the descriptor and the beginning of `data`. Returns how many bytes of `data` were sent."""
-    while True:
-        try:
-            if sent := socket.send_fds(sock, [data], [descriptor]):
-                return sent
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # the receiver has yet to take the descriptors already sent
-                raise
-            time.sleep(0.001)
-
-
-def receive_frame(sock: socket.socket) -> tuple[Frame, int | None]:
-    """The next frame and the descriptor that came with it, which the caller closes.
+def receive_frame(sock: socket.socket) -> Frame:
+    """The next frame's head.
 
     Raises ConnectionError at the end of the connection, and msgspec's errors for anything but a frame.
     """
-    data, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
-    descriptor = descriptors[0] if descriptors else None
-    try:
-        if not data:
-            raise ConnectionError("the other side of the results channel is gone")
-        data += receive(sock, _LENGTH.size - len(data))
-        return _decode(receive(sock, *_LENGTH.unpack(data))), descriptor
-    except BaseException:
-        if descriptor is not None:
-            os.close(descriptor)
-        raise
-
-
-def map_payload(descriptor: int, size: int) -> torch.Tensor:
-    """The payload in a memfd: uint8, flat, unmapped when its last user dies. Raises RuntimeError.
-
-    Python's own `mmap` would keep a descriptor open for every message that the user still holds; this keeps none.
-    """
-    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+    return _decode(receive(sock, *_LENGTH.unpack(receive(sock, _LENGTH.size))))
 
 
 def receive(sock: socket.socket, size: int) -> bytearray:
