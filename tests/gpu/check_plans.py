@@ -285,6 +285,7 @@ class Checks:
 
     def check_staged_copies(self) -> None:
         """The device is far behind the host, which places new values in memory from which copies have not been done yet."""
+        import numpy as np
         import torch
 
         from midstream.runtime.tables import Staging
@@ -294,7 +295,7 @@ class Checks:
         staging, there = Staging(1 << 12), torch.empty(200, 100, device="cuda")
         torch.cuda._sleep(1 << 30)
         for number, row in enumerate(there):
-            row.copy_(staging.place(torch.full((100,), float(number))), non_blocking=True)
+            row.copy_(staging.place(np.full(100, number, np.float32)), non_blocking=True)
         assert torch.equal(there.cpu(), torch.arange(200.0)[:, None].expand(200, 100))
 
     def check_named_vectors_and_a_plan_for_all(self) -> None:

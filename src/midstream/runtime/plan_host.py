@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.probes import ScoreChunk
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
-from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
-from midstream.runtime.planned import Page, PlannedRequest
+from midstream.runtime.loaded_plans import Acting, LoadedPlan, LoadedPlans, RunRow
+from midstream.runtime.planned import Page, PlannedRequest, RequestTable
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
@@ -31,6 +32,39 @@ from midstream.trace.rows import BatchLayout
 _log = logging.getLogger(__name__)
 # By request: new scores; the ends of those that a probe has ended; and the errors of those whose selector has failed.
 StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str, str]]
+
+
+class _Step(NamedTuple):
+    """The batch of a step.
+
+    Attributes:
+        slots: `[requests]`, of the requests in the table, in the batch's order.
+        first: `[requests]`, the first row of each.
+        counts: `[requests]`, how many rows each has.
+        computed: `[requests]`, the position of each first row.
+        is_generated: `[requests]`, whether it has one row, behind the positions that have profiles of their own.
+        total: T, padding included.
+    """
+
+    slots: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    computed: np.ndarray
+    is_generated: np.ndarray
+    total: int
+
+    @classmethod
+    def of(cls, layout: BatchLayout, table: RequestTable) -> _Step:
+        slots, counts, computed = table.slots_of(layout.request_ids), layout.counts, layout.computed
+        is_generated = (counts == 1) & (computed >= table.end[slots])
+        return cls(slots, np.cumsum(counts) - counts, counts, computed, is_generated, layout.total)
+
+    def others(self, table: RequestTable) -> Iterator[tuple[PlannedRequest, int, int, int]]:
+        """The planned requests with other rows: (request, first row, first position, last position + 1)."""
+        for i in np.flatnonzero(~self.is_generated & (self.slots > 0)).tolist():
+            request, start = table.requests[self.slots[i]], int(self.computed[i])
+            assert request is not None
+            yield request, int(self.first[i]), start, start + int(self.counts[i])
 
 
 class PlanHost:
@@ -73,13 +107,14 @@ class PlanHost:
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
         self._requests: dict[str, PlannedRequest] = {}
+        self._table = RequestTable()
         self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
         # By the first request, those that may repeat: a pipeline runs several at a time, one for each stage, in turns.
         self._batches: dict[str, RepeatedBatch] = {}
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
-        self._has_due = True  # whether rows may be due to be sent after the step
+        self._due: list[PlannedRequest] = []  # their rows may be due to be sent after the step
         self._editing = 0  # requests whose plan has edits
         self._probed = 0  # requests with probes
         self._scores: StepScores | None = None  # of the running step, if some stage has any in it
@@ -175,6 +210,8 @@ class PlanHost:
         self.captures.flush()
         off_graph, acting = set[str](), set[str]()
         programs = set[ProgramAt]()
+        acts = dict[LoadedPlan, None]()  # at generated tokens: many requests have one plan
+        parts = list[Acting]()
         for name, request in self._requests.items():
             count = scheduled.get(name)
             if count is None:
@@ -182,13 +219,15 @@ class PlanHost:
             loaded, start = request.loaded, computed[name]
             stop = start + count
             request.computed = max(request.computed, stop)
-            # Usually it generates a token.
-            later = start >= request.end
-            for part in loaded.acting_later if later else loaded.acting_in(start, stop, request.length):
-                self.step_is_planned = True
-                off_graph |= part.off_graph
-                acting |= part.sites
-                programs |= part.programs
+            if start >= request.end:
+                acts[loaded] = None
+            else:
+                parts += loaded.acting_in(start, stop, request.length)
+        for part in chain(parts, *(loaded.acting_later for loaded in acts)):
+            self.step_is_planned = True
+            off_graph |= part.off_graph
+            acting |= part.sites
+            programs |= part.programs
         self.acting = frozenset(acting).union(self.tables.recordable(programs))
         for site in off_graph:
             self.hooks.warn_once(site)
@@ -204,65 +243,63 @@ class PlanHost:
 
     def begin_step(self, layout: BatchLayout) -> None:
         """The batch is laid out; the forward comes next."""
-        batch = self._batch
+        batch, step = self._batch, _Step.of(layout, self._table)
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
             batch.laid_out = list(layout.request_ids)
-            batch.rows = RowProfiles(self._lay_out(layout), again=True)
-        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout))
+            batch.rows = RowProfiles(self._lay_out(step), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(step))
         assert rows is not None
-        places = self._places(layout, rows.profile_T, batch is not None) if self._capturing else None
+        places = self._places(step, rows.profile_T) if self._capturing else None
         self._scores = self._find_scored(layout, rows.profile_T) if self._probed and self.step_is_planned else None
         self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
         # Each step's captured rows and scores go elsewhere.
         self._prepared = batch if not (self._capturing or self._probed) else None
 
-    def _lay_out(self, layout: BatchLayout) -> np.ndarray:
-        """int32 `[layout.total]`, the profile of each row."""
-        profile = np.zeros(layout.total, np.int32)
-        for name, rows in layout.each:
-            if (request := self._requests.get(name)) is not None:
-                profile[rows.start : rows.stop] = request.loaded.profiles(rows.first_position, rows.end, request.length)
-        return profile
+    def _lay_out(self, step: _Step) -> np.ndarray:
+        """int32 `[T]`, the profile of each row."""
+        profile_T = np.zeros(step.total, np.int32)
+        profile_T[step.first[step.is_generated]] = self._table.profile[step.slots[step.is_generated]]
+        for request, first, start, stop in step.others(self._table):
+            profile_T[first : first + stop - start] = request.loaded.profiles(start, stop, request.length)
+        return profile_T
 
-    def _places(self, layout: BatchLayout, profile_T: np.ndarray, all_generated: bool) -> np.ndarray | None:
-        """int64 `[layout.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
-
-        Args:
-            profile_T: the profile of each row.
-            all_generated: whether each request generates one token.
-        """
-        places = np.zeros(layout.total, np.int64)
-        self._has_due = not all_generated
-        if all_generated:
-            each = zip(map(self._requests.get, layout.request_ids), layout.computed.tolist(), strict=True)
-            places[: len(layout.request_ids)] = [
-                self._next_place(request, at) if request else 0 for request, at in each
-            ]
-            return places if places.any() else None
+    def _places(self, step: _Step, profile_T: np.ndarray) -> np.ndarray | None:
+        """int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is."""
+        table, slots = self._table, step.slots
+        places_T = np.zeros(step.total, np.int64)
+        # Not those that were captured before a preemption.
+        takes = step.is_generated & table.captures[slots] & (table.captured[slots] <= step.computed)
+        taking, positions = slots[takes], step.computed[takes]
+        full = (table.left[taking] == 0) | (table.captured[taking] != positions)
+        for slot, position in zip(taking[full].tolist(), positions[full].tolist(), strict=True):
+            self._begin_page(table.requests[slot], position)
+        places_T[step.first[takes]] = table.address[taking]
+        self._take_places(taking, positions)
+        many = taking[table.size[taking] >= DUE_BYTES].tolist()
+        self._due = [request for slot in many if (request := table.requests[slot]) is not None]
+        for i in np.flatnonzero(step.is_generated & table.selects[slots]).tolist():
+            places_T[step.first[i]] = self._selected_place(int(slots[i]), int(step.computed[i]))
         # profile -> (request, rows, position of row 0)
         found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
-        for name, scheduled in layout.each:
-            request, start = self._requests.get(name), scheduled.first_position
-            if request is None or request.has_all:
+        for request, first, start, stop in step.others(table):
+            self._due.append(request)
+            if request.has_all:
                 continue
-            if scheduled.stop == scheduled.start + 1 and start >= request.end:
-                places[scheduled.start] = self._next_place(request, start)
-                continue
-            fresh = scheduled.start + max(request.captured - start, 0)
-            request.captured = max(scheduled.end, request.captured)
-            numbers = profile_T[fresh : scheduled.stop]
+            fresh, end = first + max(request.captured - start, 0), first + stop - start
+            request.captured = max(stop, request.captured)
+            numbers = profile_T[fresh:end]
             for number in request.loaded.capturing.intersection(np.unique(numbers).tolist()):
                 rows = fresh + np.flatnonzero(numbers == number)
-                found.setdefault(number, []).append((request, rows, start - scheduled.start))
+                found.setdefault(number, []).append((request, rows, start - first))
         for number, parts in found.items():
             planes, first = self.tables.profiles[number].planes, 0
             all_rows = np.concatenate([rows for _, rows, _ in parts])
             block = self._block(number, len(all_rows))
-            places[all_rows] = block.data_ptr() + np.arange(len(all_rows)) * (block.shape[1] * block.element_size())
+            places_T[all_rows] = block.data_ptr() + np.arange(len(all_rows)) * (block.shape[1] * block.element_size())
             for request, rows, before in parts:
                 request.add(Rows(rows + before, planes, block, first))
                 first += len(rows)
-        return places if places.any() else None
+        return places_T if places_T.any() else None
 
     def _find_scored(self, layout: BatchLayout, profile_T: np.ndarray) -> StepScores | None:
         """The rows of the step that have scores here; None if no stage has any."""
@@ -287,27 +324,40 @@ class PlanHost:
                 step.add(name, rows.tolist(), (rows + (start - first)).tolist(), profiles[number])
         return step if self._scoring else None
 
-    def _next_place(self, request: PlannedRequest, position: int) -> int:
-        """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
-        loaded = request.loaded
-        number = loaded.captures_generated
-        if number is None or request.captured > position:
+    def _selected_place(self, slot: int, position: int) -> int:
+        """The address for the row of a generated token of a request with selectors; 0 if it is not captured."""
+        request = self._table.requests[slot]
+        assert request is not None
+        if request.captured > position:  # before a preemption
             return 0
-        request.captured = position + 1
-        if loaded.selectors and not loaded.selects(position - request.length):
+        if not request.loaded.selects(position - request.length):
+            request.captured = position + 1
             return 0
-        page = request.page
-        if page is None or not page.left:
-            request.close_page()
-            profile = self.tables.profiles[number]
-            rows = Page.rows(profile.row_width * self._dtype.itemsize)
-            page = request.page = Page(self._block(number, rows), profile.planes)
-        request.size += page.row_bytes
-        self._has_due = self._has_due or request.size >= DUE_BYTES
-        page.positions.append(position)
-        address = page.address
-        page.address, page.left = address + page.row_bytes, page.left - 1
+        if not self._table.left[slot]:
+            self._begin_page(request, None)
+        assert request.page is not None and request.page.positions is not None
+        request.page.positions.append(position)
+        address = int(self._table.address[slot])
+        self._take_places(slot, position)
+        if request.size >= DUE_BYTES:
+            self._due.append(request)
         return address
+
+    def _take_places(self, slots: Any, positions: Any) -> None:
+        """The next rows on the pages of these requests are taken, for these positions."""
+        table = self._table
+        table.address[slots] += table.row_bytes[slots]
+        table.size[slots] += table.row_bytes[slots]
+        table.left[slots] -= 1
+        table.captured[slots] = positions + 1
+
+    def _begin_page(self, request: PlannedRequest | None, position: int | None) -> None:
+        """A new page for the rows of generated tokens; `position`: as `Page` has it."""
+        assert request is not None
+        number = request.loaded.generated
+        profile = self.tables.profiles[number]
+        rows = Page.rows(profile.row_width * self._dtype.itemsize)
+        request.begin_page(Page(self._block(number, rows), profile.planes, position))
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""
@@ -321,8 +371,8 @@ class PlanHost:
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
-        if self._capturing and self._has_due:
-            self._send_complete()
+        if self._due:
+            self._send_due()
 
     def take_scores(self) -> Callable[[], StepResults] | None:
         """What finds the scores of the step that was queued, and the requests that they end; None without any, and on all stages but the
@@ -350,9 +400,11 @@ class PlanHost:
         return find
 
     @torch.inference_mode()
-    def _send_complete(self) -> None:
-        for name, request in self._requests.items():
-            if request.complete or not (request.size or request.has_all) or request.payload.record is not None:
+    def _send_due(self) -> None:
+        """Send the rows of requests that have captured all, or many."""
+        due, self._due = self._due, []
+        for request in due:
+            if request.complete or request.payload.record is not None:
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
@@ -361,7 +413,7 @@ class PlanHost:
             elif request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most.
                 confirmed = 0 if request.ends_early else request.captured - (self._pipeline.size + 2)
-                self.captures.send(name, request.payload, request.take_rows(), request.complete, confirmed)
+                self.captures.send(request.name, request.payload, request.take_rows(), request.complete, confirmed)
         self.captures.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -400,10 +452,13 @@ class PlanHost:
         done = not plan.captures
         scores = RequestScores(plan, len(prompt), self._stages_of(plan)) if plan.probes else None
         self._requests[name] = PlannedRequest(
+            name,
             payload,
             loaded,
             sources,
             len(prompt),
+            self._table,
+            self._table.add(name),
             complete=done,
             ends_early=stops_at_text or plan.stops_in_prompt,
             scores=scores,
@@ -472,6 +527,8 @@ class PlanHost:
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
         request.sources, request.loaded, request.length = sources, loaded, length
+        request.close_page()
+        request.tabulate()
         self._give_back(old)
         if request.complete and not request.has_all:
             request.complete = False
@@ -498,6 +555,7 @@ class PlanHost:
         finally:
             request.sources.close()
             self._give_back(request.loaded)
+            self._table.remove(name)
 
     def _keep(self, request: PlannedRequest) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""

@@ -215,27 +215,27 @@ class Staging:
 
     def __init__(self, size: int = 1 << 20) -> None:
         self._size = size
-        self._halves: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._halves: list[tuple[torch.Tensor, np.ndarray, torch.cuda.Event]] = []
         self._used = 0
 
-    def place(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` in pinned memory, to be copied on the current stream before the next call."""
+    def place(self, values: np.ndarray) -> torch.Tensor:
+        """`values` in pinned memory, flat, to be copied on the current stream before the next call."""
+        given = torch.from_numpy(values).view(-1)
         if values.nbytes > self._size:
-            return values.pin_memory()  # PyTorch hands it out again only when the copy from it is done
+            return given.pin_memory()  # PyTorch hands it out again only when the copy from it is done
         if not self._halves:
-            self._halves = [
-                (torch.empty(self._size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in "12"
-            ]
+            made = (torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in "12")
+            self._halves = [(half, half.numpy(), torch.cuda.Event()) for half in made]
         at = -(-self._used // 16) * 16
         if at + values.nbytes > self._size:
-            self._halves[0][1].record()
+            self._halves[0][2].record()
             self._halves.reverse()
-            self._halves[0][1].synchronize()
+            self._halves[0][2].synchronize()
             at = 0
         self._used = at + values.nbytes
-        placed = self._halves[0][0][at : self._used].view(values.dtype).view(values.shape)
-        placed.copy_(values)
-        return placed
+        half, bits, _ = self._halves[0]
+        bits[at : self._used] = values.reshape(-1).view(np.uint8)
+        return half[at : self._used].view(given.dtype)
 
 
 class DeviceTables(Tables):
@@ -282,10 +282,10 @@ class DeviceTables(Tables):
 
     @torch.inference_mode()
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
-        host = torch.from_numpy(values)
-        if to.is_cuda:
-            host = self._staging.place(host)
-        to.copy_(host, non_blocking=True)
+        if not to.is_cuda:
+            to.copy_(torch.from_numpy(values))
+            return
+        to.view(-1).copy_(self._staging.place(values), non_blocking=True)
 
     def _grow(self) -> None:
         super()._grow()
