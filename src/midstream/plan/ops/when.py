@@ -79,6 +79,7 @@ class When(Edit):
                 raise fields.refuse(f"When.then[{i}]", "a patch from a recorded run", "one from a vector, or a name")
         if not edits:
             raise fields.refuse("When.then", "empty", "an edit or several")
+        edits = tuple(one for edit in edits for one in edit.alone)
         condition = Probe(
             probe.site,
             layer=probe.layer,
