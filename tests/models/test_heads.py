@@ -157,14 +157,14 @@ def test_edits_of_several_heads_and_of_all_at_one_site(model: Any, plain: Plain)
 
 
 GATED: dict[str, tuple[Any, list[int], Any]] = {
-    "steer": (Steer("attn_z", layers=4, head=3, vector=V), [3], lambda z: z + V),
-    "clamp": (Clamp("attn_z", layers=4, head=[0, 3], direction=V), [0, 3], clamped(0, 0, 1)),
+    "steer": (Steer("attn_z", layers=3, head=3, vector=V), [3], lambda z: z + V),
+    "clamp": (Clamp("attn_z", layers=3, head=[0, 3], direction=V), [0, 3], clamped(0, 0, 1)),
     "patch": (
-        Patch("attn_z", layer=4, position=range(P), head=3, source=V, alpha=0.5),
+        Patch("attn_z", layer=3, position=range(P), head=3, source=V, alpha=0.5),
         [3],
         lambda z: torch.cat([(z[:P] + V) / 2, z[P:]]),
     ),
-    "named": (Steer("attn_z", layers=4, head=[1, 3], vector="g"), [1, 3], lambda z: z + V),
+    "named": (Steer("attn_z", layers=3, head=[1, 3], vector="g"), [1, 3], lambda z: z + V),
 }
 
 
@@ -187,9 +187,9 @@ def test_a_gated_edit_of_heads(model: Any, plain: Plain, case: str) -> None:
 
     model.vectors["g"] = V
     (output,) = model.generate(FRANCE, plan=[gate, *Z], max_tokens=4, **GREEDY)
-    ids, ran = generated_with(plain, {("resid_post", 2): read, ("attn_z", 4): gated}, 4)
+    ids, ran = generated_with(plain, {("resid_post", 2): read, ("attn_z", 3): gated}, 4)
     assert tokens(output) == ids and 0 < int((seen["scores"] > at).sum()) < len(seen["scores"])
-    close(output.captures["attn_z", 4], ran.sites["attn_z", 4].flatten(1))
+    close(output.captures["attn_z", 3], ran.sites["attn_z", 3].flatten(1))
     close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
     del model.vectors["g"]
 
@@ -295,9 +295,8 @@ REFUSED = {
 def test_what_has_no_such_head_says_so_by_name(model: Any, case: str) -> None:
     """Before anything runs."""
     make, message = REFUSED[case]
-    with pytest.raises(PlanError, match=message) as caught:
+    with pytest.raises(PlanError, match=message):
         model.generate(FRANCE, plan=make(), max_tokens=1)
-    assert caught.value.field in (None, "plans") or caught.value.field in str(caught.value)  # of `Remote`: plans
 
 
 def test_a_plan_of_heads_is_data() -> None:
@@ -315,8 +314,7 @@ def test_a_plan_of_heads_is_data() -> None:
     again = Plan.from_json(plan.to_json(), trusted=False)
     assert again == plan and again.hash == plan.hash
     heads = [item["head"] for item in json.loads(plan.to_json())["interventions"] if "head" in item]
-    assert heads == [[3], [1], [3], [0, 2], [3, 0], 2]  # a clamp is one for each head
-    assert [edit.head for edit in plan.edits[-1:]] == [None] and len(plan.edits) == 6
+    assert heads == [[3], [1, 3], [0, 2], [3, 0], 2]
     one = Steer("attn_z", layers=1, head=3, vector=V)
     assert Plan.of(one).hash == Plan.of(Steer("attn_z", layers=1, head=[3], vector=V)).hash
     assert Plan.of(one).hash != Plan.of(Steer("attn_z", layers=1, head=2, vector=V)).hash

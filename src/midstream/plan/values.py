@@ -80,8 +80,7 @@ MAX_PLACED_EDITS = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes one for each of them,
-    and a `Clamp` in several heads one for each head.
+    """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes one for each of them.
 
     Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
     """
@@ -95,7 +94,7 @@ class Plan:
                 raise fields.refuse(
                     f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply, When, Probe or Capture"
                 )
-        if any(len(item.alone) > 1 for item in self.interventions):
+        if any(len(item.parts) > 2 for item in self.interventions):
             fields.settle(self, interventions=tuple(one for item in self.interventions for one in item.alone))
         if self.probes:
             check_names(self.probes)
@@ -506,7 +505,7 @@ def _work(item: Intervention) -> int:
 def _count(item: Intervention, num_layers: int) -> int:
     """How many edits or captures an intervention is, counted once for each layer and listed position."""
     positions = len(item.place) if isinstance(item.place, tuple) else 1
-    return positions * (num_layers if item.at_layers == "all" else len(item.at_layers))
+    return item.copies * positions * (num_layers if item.at_layers == "all" else len(item.at_layers))
 
 
 def _check_positions(item: Intervention, prompt_length: int | None, multimodal: bool) -> None:

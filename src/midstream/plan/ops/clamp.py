@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +68,13 @@ class Clamp(Edit):
         self.settle(direction=direction, low=low, high=high, strength=strength)
 
     @property
-    def alone(self) -> tuple[Clamp, ...]:
-        """One for each head, since each head has its own part along the direction."""
-        several = self.head is not None and len(self.head) > 1
-        return tuple(changed(self, head=(head,)) for head in self.head) if several else (self,)
+    def copies(self) -> int:
+        return 1 if self.head is None else len(self.head)
+
+    def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Clamp]:
+        """Also one edit for each head, since each head has its own part along the direction."""
+        for one in super().spread(num_layers, prompt_length):
+            yield from (one,) if self.head is None else (changed(one, head=(head,)) for head in self.head)
 
     def changes_nothing(self) -> bool:
         return self.strength == 0 or (self.low == -math.inf and self.high == math.inf)

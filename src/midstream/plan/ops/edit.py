@@ -158,8 +158,13 @@ class Intervention:
 
     @property
     def alone(self) -> tuple[Intervention, ...]:
-        """Interventions with one site each, which together do the same: what a `Plan` makes of it."""
+        """Interventions with one site each, which together do the same."""
         return (self,)
+
+    @property
+    def copies(self) -> int:
+        """How many edits stand for it at one layer and position in the normal form."""
+        return 1
 
     def with_parts(self, change: Callable[[Intervention], Intervention]) -> Intervention:
         """The same with its parts changed."""

@@ -79,7 +79,6 @@ class When(Edit):
                 raise fields.refuse(f"When.then[{i}]", "a patch from a recorded run", "one from a vector, or a name")
         if not edits:
             raise fields.refuse("When.then", "empty", "an edit or several")
-        edits = tuple(one for edit in edits for one in edit.alone)
         condition = Probe(
             probe.site,
             layer=probe.layer,
@@ -126,6 +125,10 @@ class When(Edit):
     @property
     def further(self) -> tuple[Point, ...]:
         return *self.edit.further, point_of(self.probe)
+
+    @property
+    def copies(self) -> int:
+        return self.edit.copies
 
     @property
     def runs_program(self) -> bool:
