@@ -182,7 +182,7 @@ def _activations(
         capture = store[name]
         if capture.positions[key][-1] >= len(capture.prompt_token_ids):
             raise CaptureError(f"{capture!r} has rows of generated tokens, whose ids the directory does not have.")
-        together.append((number, capture[key]))
+        together.append((number, capture[key].flatten(1)))
         count += len(together[-1][1])
         if count >= most or number == len(names) - 1:
             acts = sae.encode(torch.cat([rows for _, rows in together]).to(device))[:, chosen].cpu().nan_to_num(nan=0.0)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # In the order of the forward pass.
 LAYER_SITES = ("resid_pre", "attn_in", "attn_z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out", "resid_post")
 _PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:8])  # attention and MLP, which some models run side by side
+HEAD_SITES = ("attn_z",)  # [tokens, heads, head_dim]; plans see the heads side by side
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 
 # The standard accessors, with nnterp's names.

@@ -586,6 +586,29 @@ def test_async_a_closed_engine_fails_what_waits(model: VLLM, drive: Drive) -> No
     assert not model.is_open
 
 
+def test_requests_that_differ_in_the_head_share_no_blocks(engine: VLLM, plain: Plain) -> None:
+    """N4. Seen failing with `head` left out of the keys: the second request takes the blocks of the first from the cache."""
+    block = engine.engine.llm_engine.vllm_config.cache_config.block_size
+    prompt = (plain.ids(EIFFEL) * (block // 2))[: 2 * block + 9]
+    v = vector(3, 20.0, 64)
+    engine.engine.reset_prefix_cache()
+
+    def run(head: int | None) -> Any:
+        edits = [] if head is None else [Steer("attn_z", layers=[1, 4], head=head, vector=v)]
+        plan = [*edits, Capture("resid_post", layers=7)]
+        (output,) = engine.generate(prompt, plan=plan, max_tokens=1, **GREEDY)
+
+        def steered(h: torch.Tensor) -> torch.Tensor:
+            return torch.cat([h[:, : 64 * head], h[:, 64 * head : 64 * head + 64] + v, h[:, 64 * head + 64 :]], 1)
+
+        sites: Any = {} if head is None else {("attn_z", 1): steered, ("attn_z", 4): steered}
+        close(output.captures["resid_post", 7], plain.run(prompt, sites).sites["resid_post", 7][-1:])
+        return output.num_cached_tokens
+
+    assert [run(head) for head in (3, 0, None)] == [0, 0, 0]
+    assert all(run(head) == 2 * block for head in (3, 0, None))  # each its own
+
+
 def test_an_output_has_its_prompts_text(engine: VLLM) -> None:
     """As vLLM's own; of token ids there is none."""
     steer = [Steer("resid_post", layers=2, vector=torch.ones(256), scale=0.1)]

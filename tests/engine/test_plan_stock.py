@@ -169,6 +169,32 @@ def test_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> Non
     close(other["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4].flatten(1)[[0, 7]])
 
 
+def test_heads_are_edited_and_captured_by_the_workers(stock: Any, plain: Plain, tmp_path: Path) -> None:
+    """N4. What the workers refuse is the stop reason, and the others go on."""
+    v = plan_cases.vector(1, 8.0, 64)
+    steer = Steer("attn_z", layers=4, head=3, vector=v)
+    to: dict[str, Any] = {"layers": 4, "positions": "all_prompt", "to": tmp_path}
+    plans = [
+        [steer, Capture("attn_z", head=[3, 1], when="after", **to)],
+        Steer("attn_z", layers=4, head=4, vector=v),
+        [Capture("attn_z", head=1, **to), Capture("attn_z", head=2, **to)],
+        Capture("attn_z", head=0, **to),
+    ]
+    outputs = submit(stock, [FRANCE, FRANCE, FRANCE, EIFFEL], plans)
+    found = stored(tmp_path, 2)
+
+    def steered(h: torch.Tensor) -> torch.Tensor:
+        return torch.cat([h[:, :192], h[:, 192:] + v], 1)
+
+    edits = {("attn_z", 4): steered}
+    assert tokens(outputs[0]) == plain.generate(FRANCE, 6, edits)
+    sites = plain.run(FRANCE, edits).sites
+    close(of_prompt(found, plain.ids(FRANCE))["attn_z", 4], sites["attn_z", 4][:, [3, 1]])
+    close(of_prompt(found, plain.ids(EIFFEL))["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4][:, 0])
+    reasons = [output.outputs[0].stop_reason for output in outputs[1:3]]
+    assert "Steer.head is 4; allowed: 0 to 3" in reasons[0] and "the heads 1 and 2" in reasons[1]
+
+
 class Entry:
     """An entry point of a package that is not installed."""
 

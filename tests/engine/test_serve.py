@@ -50,6 +50,7 @@ FRANCE, TOWER = "The capital of France is", "The Eiffel Tower is in the city of"
 LAYER, HIDDEN, TOKENS = 3, 256, 6
 VECTOR = np.random.default_rng(0).normal(size=HIDDEN) * 20
 STEER = {"kind": "steer", "site": "resid_post", "layers": [LAYER], "vector": VECTOR.tolist()}
+HEAD = {"kind": "steer", "site": "attn_z", "layers": [LAYER], "vector": VECTOR[:64].tolist(), "head": 2}
 CAPTURE = {"kind": "capture", "site": "resid_post", "layers": [2, LAYER], "positions": "all_prompt"}
 PROBE = {"kind": "probe", "site": "resid_post", "layer": LAYER, "weight": (VECTOR / 400).tolist(), "name": "p"}
 MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
@@ -209,6 +210,32 @@ def test_captured_rows_are_those_of_transformers(server: Server, client: openai.
     )
     answer = client.responses.create(model="demo", input=FRANCE, max_output_tokens=2, extra_body=field(CAPTURE))
     check_rows(server, reference, answer.midstream["captures"])
+
+
+def test_heads_are_steered_and_captured_by_json(server: Server, client: openai.OpenAI, reference: Reference) -> None:
+    """N4, against a hook on the input of `o_proj`."""
+    seen: list[torch.Tensor] = []
+
+    def steered_head(module: Any, args: Any) -> Any:
+        z = args[0].clone()
+        z[..., 128:192] += torch.as_tensor(VECTOR[:64], dtype=torch.float32)
+        seen.append(z[0].unflatten(-1, (4, 64)))
+        return (z, *args[1:])
+
+    handle = reference.model.model.layers[LAYER].self_attn.o_proj.register_forward_pre_hook(steered_head)
+    try:
+        text = reference.text(FRANCE)
+    finally:
+        handle.remove()
+    capture = {"kind": "capture", "site": "attn_z", "layers": [LAYER], "positions": "all_prompt", "when": "after"}
+    found = complete(client, FRANCE, field(HEAD, {**capture, "head": [2, 0]}, {**capture, "head": 1, "when": "before"}))
+    assert found.choices[0].text == text != reference.text(FRANCE)
+    entries = {each["when"]: each for each in found.midstream["captures"]}
+    count = reference.ids(FRANCE).shape[1]
+    assert (entries["after"]["shape"], entries["before"]["shape"]) == ([count, 2, 64], [count, 64])
+    for when, heads in (("after", [2, 0]), ("before", 1)):
+        want = seen[0][:, heads]
+        torch.testing.assert_close(rows(server, entries[when]["handle"]), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_stream_has_its_handles_before_done(server: Server, client: openai.OpenAI, reference: Reference) -> None:
@@ -915,6 +942,18 @@ MISTAKES: dict[
     "an unknown kind": (field({**STEER, "kind": "steeer"}), "midstream.plan[0].kind", "steer"),
     "an unknown key": (field({**STEER, "scales": 2}), "midstream.plan[0]", "scale"),
     "a layer that is not there": (field({**STEER, "layers": [99]}), "midstream.plan", "7"),
+    "a head that is not there": (field({**HEAD, "head": 4}), "midstream.plan", "Steer.head is 4; allowed: 0 to 3"),
+    "a head that is no number": (field({**HEAD, "head": "3"}), "midstream.plan[0]", "Steer.head is '3'"),
+    "a head of a site without heads": (
+        field({**STEER, "head": 3}),
+        "midstream.plan[0]",
+        "Steer.head is 3 at resid_post",
+    ),
+    "captures of two heads": (
+        field(*({"kind": "capture", "site": "attn_z", "head": head} for head in (1, 2))),
+        "midstream.plan",
+        "the heads 1 and 2",
+    ),
     "a vector of another width": (field({**STEER, "vector": [1.0]}), "midstream.plan", "256"),
     "a vector that is not there": (field({**STEER, "vector": "calm"}), "midstream.plan", "there are none"),
     "a position beyond the prompt": (

@@ -97,8 +97,16 @@ def test_what_register_refuses() -> None:
         kind, order = "steer", 5
         site: str
 
-    for wrong in (Steer, type("Loose", (Edit,), {"kind": "loose", "order": 1}), int):
-        with pytest.raises(ValueError, match=r"taken by Steer|must be a frozen dataclass"):
+    @dataclass(frozen=True)
+    class Headed(Edit):  # whose effect on other heads nobody knows
+        kind, order = "headed", 5
+        site: str
+        head: Any = None
+
+    for wrong in (Steer, Headed, type("Loose", (Edit,), {"kind": "loose", "order": 1}), int):
+        with pytest.raises(
+            ValueError, match=r"taken by Steer|must be a frozen dataclass|has a field head, so limited_by"
+        ):
             register(wrong)  # type: ignore[type-var]
     assert kinds()["steer"].__module__ == "midstream.plan.ops.steer"
 

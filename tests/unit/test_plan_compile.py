@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from limits import examples
 from plan_strategies import NAMES, RUNS, SITES, WIDTH, meaning, plans
 
-from midstream import Capture, Clamp, Patch, Plan, RecordedRun, Span, Steer
+from midstream import Capture, Clamp, Patch, Plan, Probe, RecordedRun, Span, Steer, When
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
+from midstream.plan.values import check_strangers
 
 LAYERS, LENGTH = 4, 7
 
@@ -343,3 +344,77 @@ def test_long_prompts_are_cheap():
         assert found.prompt.shape == (length,)
     assert [len(compiled(plan, length, 32).profiles) for plan in plans] == [3, 2, length + 1]
     assert seconds[0] < 1 and seconds[1] < 1 and seconds[2] < 5, seconds
+
+
+# ------------------------------------------------------------------------------------------------ heads (N4)
+
+HEAD_DIMS = {("attn_z", layer): 2 for layer in range(LAYERS)}  # a row of 6 numbers has three heads
+
+
+def of_heads(plan, names=NAMES, **more):
+    given = {"width": lambda site, layer: 6, "head_dims": HEAD_DIMS, **more}
+    return compiled(plan, vector=lambda named: names[named.name], **given)
+
+
+HEADED = {
+    "a vector for each": (
+        Steer("attn_z", layers=1, head=[0, 2], vector=[1.0, 2.0]),
+        [(1, 2, 0, 0, 1, 2)],
+    ),
+    "of a vector of all heads": (
+        Steer("attn_z", layers=1, head=1, vector=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        [(0, 0, 3, 4, 0, 0)],
+    ),
+    "a name": (Steer("attn_z", layers=1, head=1, vector="short"), [(0, 0, 7, 8, 0, 0)]),
+    "a patch has a mask": (
+        Patch("attn_z", layer=1, position=2, head=2, source=[3.0, 4.0]),
+        [(0, 0, 0, 0, 3, 4), (0, 0, 0, 0, 1, 1)],
+    ),
+    "a patch with a mask": (
+        Patch("attn_z", layer=1, position=2, head=[1, 2], source="zeros", mask=[0.5, 1.0]),
+        [(0, 0, 0, 0, 0, 0), (0, 0, 0.5, 1, 0.5, 1)],
+    ),
+    "a clamp is one for each head": (
+        Clamp("attn_z", layers=1, head=[0, 1], direction=[0.0, 3.0]),
+        [(0, 1, 0, 0, 0, 0), (0, 0, 0, 1, 0, 0)],
+    ),
+    "a clamp along a part": (
+        Clamp("attn_z", layers=1, head=0, direction=[3.0, 4.0, 9.0, 9.0, 9.0, 9.0]),
+        [(0.6, 0.8, 0, 0, 0, 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "bank"), HEADED.values(), ids=HEADED)
+def test_an_edit_of_heads_is_zero_at_the_others(edit, bank):
+    found = of_heads(edit, {"short": np.array([7.0, 8.0], np.float32)})
+    assert [rounded(each) for each in found.bank] == [rounded(each) for each in bank]
+
+
+def test_an_edit_of_heads_at_many_positions_has_one_vector():
+    found = of_heads(Patch("attn_z", layer=1, position=range(LENGTH), head=1, source=[1.0, 2.0]))
+    assert len(found.bank) == 2 and len(found.profiles) == 2
+
+
+@pytest.mark.parametrize("points", [None, [("attn_z", 3)]])
+def test_a_name_of_another_width_than_a_heads_is_refused_on_every_stage(points):
+    """The vector may have been replaced since the client checked the plan."""
+    plan = Steer("attn_z", layers=1, head=1, vector="calm")
+    message = r"^Steer\.vector is of shape \[4\]; allowed: 2, the width of a head, or 6"
+    with pytest.raises(PlanError, match=message):
+        of_heads(plan, points=points)
+    with pytest.raises(PlanError, match=message):
+        of_heads(When(Probe("attn_z", layer=0, weight=[1.0] * 6, name="p"), above=0, then=plan), points=points)
+
+
+def test_a_model_without_heads_there_is_refused():
+    with pytest.raises(PlanError, match=r"^Steer\.head is \(1,\); allowed: None at attn_z in this model\.$"):
+        of_heads(Steer("attn_z", layers=1, head=1, vector=[1.0, 2.0]), head_dims={})
+
+
+def test_clamps_of_heads_are_counted_for_each_head():
+    """So that a stranger's plan cannot have more of them than one without heads."""
+    clamps = [Clamp("attn_z", layers=0, head=range(128), direction=[1.0] * 64)] * 9
+    with pytest.raises(PlanError, match=r"^the plan is 1152 edits and captures"):
+        check_strangers(Plan.of(clamps), LAYERS)
+    check_strangers(Plan.of(clamps[:8]), LAYERS)

@@ -167,6 +167,18 @@ def patch_at(position, source="zeros"):
     return Patch("resid_pre", layer=1, position=position, source=source)
 
 
+def of_head(head):
+    return Steer("attn_z", layers=0, vector=VECTORS[0], head=head)
+
+
+def z_patch(**fields):
+    return Patch("attn_z", layer=0, position=2, source=RUNS[0], **fields)
+
+
+def z_clamp(**fields):
+    return Clamp("attn_z", layers=0, direction=VECTORS[0], **fields)
+
+
 # One row for each protection: (plan, its length), (other plan, its length), the first end at which they part; None for never.
 PARTING = {
     "a plan and none": ((steer(), 4), (None, 4), 1),
@@ -203,6 +215,11 @@ PARTING = {
     "another scale": ((steer(scale=2), 4), (steer(scale=3), 4), 1),
     "another vector": ((steer(), 4), (steer(vector=VECTORS[1]), 4), 1),
     "matched to the norm": ((steer(norm_match=True), 4), (steer(), 4), 1),
+    "another head": ((of_head(1), 4), (of_head(2), 4), 1),
+    "a head and all of them": ((of_head(1), 4), (of_head(None), 4), 1),
+    "another head of a patch": ((z_patch(head=1), 4), (z_patch(head=[0, 1]), 4), 3),
+    "another head of a clamp": ((z_clamp(head=1), 4), (z_clamp(head=3), 4), 1),
+    "heads in another order": ((of_head([2, 1]), 4), (of_head([1, 2]), 4), None),
     "the last layer's output": ((steer(layers=1), 4), (None, 4), None),
     "the last layer's input": ((Steer("resid_pre", layers=1, vector=VECTORS[0]), 4), (None, 4), 1),
     "scale 0": ((steer(scale=0), 4), (None, 4), None),

@@ -135,7 +135,7 @@ REFUSED = [
     (patch, {"layers": 3}, r"^Patch has no layers: did you mean 'layer' or 'source_layer'\?$"),
     (lambda: Clamp(), {}, r"^Clamp needs site, direction\.$"),
     (lambda: Patch("mlp_out", layer=3), {}, r"^Patch needs position, source\.$"),
-    (lambda: Capture("mlp_out", 3), {}, r"^Capture takes site by position, and by name: layers, positions, when, to, dtype, program\.$"),
+    (lambda: Capture("mlp_out", 3), {}, r"^Capture takes site by position, and by name: layers, positions, when, to, .*, head\.$"),
     (lambda: Capture("mlp_out", site="mlp_in"), {}, r"^Capture\.site was given twice, by position and by name\.$"),
     (lambda: RecordedRun("a", "b", (1,), ("logits",), (0,), (0,)), {}, r"^RecordedRun\.sites is \('logits',\); allowed: resid_pre"),
     (lambda: RecordedRun("a", "", (1,), (), (0,), (0,)), {}, r"^RecordedRun\.id is ''; allowed: a string that is not empty"),

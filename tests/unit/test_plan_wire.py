@@ -46,6 +46,11 @@ FULL = Plan.of(
         Capture("resid_mid", layers=[0], positions=[3, 0, -1], when="after", to="captures"),
         Capture("resid_mid", positions=Span("a"), to=(None, "captures", Consumer("probe", level="info", tags=[1, None, {"a": True}]))),
         Capture("resid_mid", positions="all", to=Consumer("log")),
+        Steer("attn_z", vector=V, head=3),
+        Patch("attn_z", layer=2, position=0, source=RUNS[0], head=[2, 0]),
+        Clamp("attn_z", direction=V, head=[0, 5]),
+        Capture("attn_z", head=[4, 1]),
+        Capture("attn_z", layers=0, head=0, when="after"),
     ]
 )  # fmt: skip
 

@@ -98,6 +98,15 @@ class Architecture:
         return self.shards.get((binding.path, binding.kind), {}).get(binding.hidden)
 
     @property
+    def head_dims(self) -> dict[Point, int]:
+        """(site, layer) -> the width of a head, for the sites that have heads."""
+        return {
+            (site, layer): binding.heads[1]
+            for (site, layer), binding in self.bindings.items()
+            if layer is not None and binding.heads is not None
+        }
+
+    @property
     def values(self) -> dict[tuple[str, Kind], Point]:
         """`(path, "input" | "output")` -> the layer's site whose value is the module's input or output.
 

@@ -88,7 +88,7 @@ class RowConsumer(Protocol):
         """A request starts; its rows follow, between those of other requests."""
 
     def rows(self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor) -> None:
-        """Rows `[n, width]` of one site at these positions. A site's rows come in one call or in several.
+        """Rows `[n, width]` of one site at these positions, or `[n, heads, head_dim]`. A site's rows come in one call or in several.
 
         The tensor is on the CPU, in the model's dtype, and belongs to the consumer. A site without rows gets one call with an
         empty tensor. A consumer whose method has another parameter `when` ("before" or "after" the site's edits) can take both.

@@ -226,7 +226,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
         if not self.requests:
             raise CaptureError(f"{store!r} has no rows of {', '.join(map(plane_name, asked.planes))}.")
         first = {key: store[self.requests[0]][key] for key in asked.planes}
-        self._forms = {key: (rows.shape[1], dtype or rows.dtype) for key, rows in first.items()}
+        self._forms = {key: (rows.flatten(1).shape[1], dtype or rows.dtype) for key, rows in first.items()}
         for _, kept in self._forms.values():
             if kept.itemsize == 1 and kept.is_floating_point:  # PyTorch cannot mix them
                 raise CaptureError(
@@ -352,7 +352,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
         """Copy a request's rows to these places."""
         capture = self._store[self.requests[number]]
         for key, into in pool.rows.items():
-            rows = capture[key]
+            rows = capture[key].flatten(1)
             if rows.shape != (len(places), into.shape[1]):
                 raise CaptureError(
                     f"{capture!r} has rows of shape {list(rows.shape)} of {plane_name(key)}; other requests have {into.shape[1]} numbers "

@@ -11,6 +11,7 @@ No row is lost silently: a row that arrives twice, or a selected row that does n
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ import torch
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Plane, PlaneKey, Planes
 from midstream.plan.fields import nearest
-from midstream.plan.selections import NO_POSITIONS, Selection
+from midstream.plan.selections import NO_POSITIONS, Heads, Selection
 from midstream.plan.values import Capture, Consumer
-from midstream.sites import site_of
+from midstream.sites import Point, site_of
 from midstream.tree import as_bits
 
 V = TypeVar("V")
@@ -54,7 +55,7 @@ class Rows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return len(self.positions) * self.block.shape[1] * self.block.element_size()
+        return len(self.positions) * self.block.shape[1:].numel() * self.block.element_size()
 
     def take(self, rows: slice | np.ndarray) -> Rows:
         """Only the rows at these indices."""
@@ -67,7 +68,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_plane(cls, key: PlaneKey, positions: np.ndarray, values: torch.Tensor) -> Rows:
-        """Rows of one plane, `[rows, width]`."""
+        """Rows of one plane, `[rows, width]`, or `[rows, heads, head_dim]`."""
         return cls(positions, Planes((Plane(*key, 0, values.shape[1]),)), values)
 
     @classmethod
@@ -119,21 +120,35 @@ def destination_key(to: Any) -> tuple[Any, ...]:
     return ("callable", id(to)) if owner is None else ("method", id(owner), getattr(to, "__qualname__", ""))
 
 
-def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int]) -> Routes:
-    """The destinations of a request's rows. `layers` are the model's, or a pipeline stage's if the stage delivers its own rows.
+def routes(
+    captures: Iterable[Capture],
+    prompt_length: int,
+    layers: Iterable[int],
+    head_dims: Mapping[Point, int] = MappingProxyType({}),
+) -> Routes:
+    """The destinations of a request's rows.
 
-    Raises PlanError for a span that has not been resolved to positions.
+    Args:
+        layers: the model's, or a pipeline stage's if the stage delivers its own rows.
+        head_dims: as in `ModelFacts`.
+
+    Raises:
+        PlanError: a span has not been resolved to positions, or two captures want other heads or dtypes of the same rows.
     """
     model_layers = list(layers)
     found: dict[tuple[Any, ...], tuple[Any, Selected]] = {(): (None, {})}
     for capture in captures:
         rows = Selection.of(capture.positions, prompt_length, capture.dtype)
+        of_heads = functools.cache(
+            lambda head_dim, head=capture.head, rows=rows: rows._replace(heads=Heads(head, head_dim))
+        )
         given: Any = capture.layers
         for to in capture.sinks:
             _, selected = found.setdefault(() if to is None else destination_key(to), (to, {}))
             for layer in model_layers if given == "all" else [layer for layer in model_layers if layer in given]:
                 key = (capture.site, layer, capture.when)
-                selected[key] = selected[key] | rows if key in selected else rows
+                own = rows if capture.head is None else of_heads(head_dims[capture.site, layer])
+                selected[key] = selected[key] | own if key in selected else own
     return tuple(route for name, route in found.items() if route[1] or not name)
 
 
@@ -275,7 +290,7 @@ class ByPlane(Mapping[Any, V], Generic[V]):
 
 class Captured(ByPlane[torch.Tensor]):
     """A request's captures: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype, or in
-    that of the `Capture`.
+    that of the `Capture`. With a `Capture.head` it is `[positions, head_dim]`, with several `[positions, heads, head_dim]`.
 
     Rows are in the order of their positions, which `positions` gives under the same keys. A tensor may be a view of
     all rows of one step: `.clone()` a tensor that you keep longer than the others.
@@ -358,6 +373,11 @@ def cast_rows(rows: torch.Tensor, dtype: str | None, what: str) -> torch.Tensor:
     return new
 
 
+def rows_as_asked(rows: torch.Tensor, selection: Selection, what: str) -> torch.Tensor:
+    """Rows `[rows, width]` with the heads and in the dtype that their capture asks for. Raises CaptureError as `cast_rows`."""
+    return cast_rows(rows if selection.heads is None else selection.heads.of(rows), selection.dtype, what)
+
+
 def concatenate_rows(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join CPU tensors along their rows.
 
@@ -379,6 +399,6 @@ def gather_captures(
     """
     captured = Captured(request, chunks, find_rows(request, [each[:2] for each in chunks], stop, selected))
     for key, rows in selected.items():
-        if rows.dtype is not None:  # a number that is too large is an error now
-            captured._tensors[key] = cast_rows(captured._value(key), rows.dtype, f"{captured._what}, {plane_name(key)}")
+        if rows.dtype is not None or rows.heads is not None:  # a number that is too large is an error now
+            captured._tensors[key] = rows_as_asked(captured._value(key), rows, f"{captured._what}, {plane_name(key)}")
     return captured

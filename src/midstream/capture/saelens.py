@@ -75,7 +75,7 @@ def _contexts(store: Captures, asked: Asked, size: int, counts: dict[str, int]) 
         if positions[-1] >= len(capture.prompt_token_ids):
             raise CaptureError(f"{capture!r} has rows of generated tokens, whose ids the directory does not have.")
         ids = np.array(capture.prompt_token_ids, np.int32)[positions]
-        rows = {hook_at(*key[:2]): _numbers(capture[key]) for key in asked.planes}
+        rows = {hook_at(*key[:2]): _numbers(capture[key].flatten(1)) for key in asked.planes}
         if any(str(each.dtype) != dtypes.setdefault(hook, str(each.dtype)) for hook, each in rows.items()):
             raise CaptureError(f"{capture!r} has rows of another dtype than other requests.")
         for start in range(0, count - size + 1, size):

@@ -40,12 +40,12 @@ from midstream.capture.rows import (
     Captured,
     Routes,
     Rows,
-    cast_rows,
     concatenate_rows,
     destination_key,
     find_rows,
     gather_captures,
     plane_name,
+    rows_as_asked,
     rows_where,
 )
 from midstream.errors import CaptureError
@@ -315,7 +315,7 @@ def _by_plane(rows: Rows, delivery: Delivery) -> list[Rows]:
         if id(selected) not in chosen:
             chosen[id(selected)] = rows.take(rows_where(selected.mask(rows.positions)))
         part = chosen[id(selected)]
-        plane = Rows.of_plane(key, part.positions, cast_rows(part.plane(key), selected.dtype, plane_name(key)))
+        plane = Rows.of_plane(key, part.positions, rows_as_asked(part.plane(key), selected, plane_name(key)))
         if part.positions.size:
             found.append(plane)
             delivery.seen.add(key)

@@ -310,7 +310,8 @@ class Collection:
                     counts[id(selection)] = len(selection.below(stop))
                 itemsize = getattr(torch, selection.dtype or facts.dtype).itemsize
                 rows += counts[id(selection)]
-                nbytes += counts[id(selection)] * facts.widths[site, layer] * itemsize
+                width = facts.widths[site, layer] if selection.heads is None else selection.heads.width
+                nbytes += counts[id(selection)] * width * itemsize
         return rows, nbytes
 
 

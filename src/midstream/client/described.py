@@ -255,7 +255,9 @@ class DescribedModel(TraceModel):
         described = self.description
         points = ((*point.split("/"), width) for point, width in described["widths"].items())
         widths = {(site, int(layer)): width for site, layer, width in points}
-        return ModelFacts(described["num_layers"], widths, described["dtype"], described.get("stages", ()))
+        heads = {_point(text): binding[4] for text, binding in described.get("bindings", {}).items()}
+        head_dims: Any = {point: given[1] for point, given in heads.items() if given is not None}
+        return ModelFacts(described["num_layers"], widths, described["dtype"], described.get("stages", ()), head_dims)
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
         """Explain a trace's code line by line: what a plan does, what is captured, and what stays in the forward.

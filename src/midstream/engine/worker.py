@@ -236,7 +236,8 @@ class Worker(PlatformWorker):
         widths = {point: arch.widths[point] for point in points}
         pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
         dtype = str(config.model_config.dtype).removeprefix("torch.")
-        facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers)
+        head_dims = (self._stages.arch if self._stages is not None else arch).head_dims
+        facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers, head_dims)
         tables: Tables
         if self.device.type == "cuda":
             scheduler, largest = config.scheduler_config, config.compilation_config.max_cudagraph_capture_size or 0
@@ -244,7 +245,8 @@ class Worker(PlatformWorker):
             tables = DeviceTables(points, most_rows, self.device, early_launch=self._tensor_ranks is None)
         else:
             tables = TorchTables(points, self.device, config.model_config.dtype)
-        local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, (stage, pipeline.size))
+        here = stage, pipeline.size
+        local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, here, head_dims)
         return PlanHost(
             tables,
             PointHooks(self._runner.model, arch, built_in, tables, self._tensor_ranks or ALONE),

@@ -90,9 +90,11 @@ class Capture(Reading):
         to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called with
             them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
         dtype: None gives rows in the model's dtype. `"float32"`, `"float16"`, `"bfloat16"` or `"float64"`, also as a `torch.dtype`,
-            converts them, for every destination. Captures of the same rows with the same destination need the same dtype.
+            converts them, for every destination. Captures of the same rows with the same destination need the same dtype and head.
         program: computes on the engine, from each row, the values to keep in place of the row: a `midstream.plan.program.Program` of the
             site's width whose result is a tuple. `plan.running.unpacked` separates the results. Only for `to=None`.
+        head: at `attn_z`, keep only this head, counted from 0: `[positions, head_dim]`; or these heads, in this order:
+            `[positions, heads, head_dim]`. None keeps all heads side by side: `[positions, heads * head_dim]`.
 
     Raises:
         PlanError: the value of a field is not allowed.
@@ -109,6 +111,7 @@ class Capture(Reading):
     to: Any = None
     dtype: Any = None
     program: Program | None = None
+    head: Any = None
 
     def __post_init__(self) -> None:
         many = isinstance(self.to, (tuple, list))
@@ -124,11 +127,15 @@ class Capture(Reading):
                 raise fields.refuse("Capture.to", fields.shown(self.to), "None with a program")
             if self.dtype is not None:
                 raise fields.refuse("Capture.dtype", fields.shown(self.dtype), "None with a program")
+            if self.head is not None:
+                raise fields.refuse("Capture.head", fields.shown(self.head), "None with a program")
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else None
         self.settle(
             dtype=fields.one_of("Capture.dtype", dtype, FLOATS) if dtype is not None else None,
             to=sinks if many else sinks[0],
         )
+        if self.head is not None:
+            fields.settle(self, head=fields.heads("Capture.head", self.head, self.site))
 
     @property
     def sinks(self) -> tuple[Sink, ...]:

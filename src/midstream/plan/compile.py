@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 
 from midstream.plan import fields
 from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes, Reading
-from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, point_of, position_of
+from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.probes import Probe, ScorePlace
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
@@ -116,6 +117,7 @@ def compile_plan(
     run: Callable[[RecordedRun, str, int, int], torch.Tensor],
     points: Collection[Point] | None = None,
     on_host: Callable[[Named], np.ndarray] | None = None,
+    head_dims: Mapping[Point, int] = MappingProxyType({}),
 ) -> CompiledPlan:
     """Compile `plan` for prompts of one length.
 
@@ -127,17 +129,20 @@ def compile_plan(
         vector: returns a named vector, float32 `[width]`, numpy or torch.
         run: returns a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
-        on_host: returns a named vector for `Edit.shape` and for probes, if the host would have to wait for the one from `vector`.
+        on_host: returns a named vector for `Edit.shape`, for `head` and for probes, if the host would have to wait for the one from
+            `vector`.
+        head_dims: as in `ModelFacts`.
 
     Raises:
         PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
     """
+    heads = _Heads(width, head_dims, on_host or vector)
     bank, others = (_VectorBank(width, vector, run, on_host or vector, dtype) for _ in range(2))
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
     listed = _listed(normal, prompt_length)
-    for rank, edit in enumerate(normal.edits):
+    for rank, edit in enumerate(map(heads.whole, normal.edits)):
         point = point_of(edit)
         if points is not None and point not in points:
             others.check_names(edit)
@@ -247,6 +252,27 @@ def _read(
         codes[rows.prompt] = len(sets) + place
         sets += [sets[code] | keys for code in before.tolist()]
     return codes, sets, frozenset(generated)
+
+
+class _Heads:
+    """Makes edits of the site's whole width out of edits that are limited to heads: their operands are 0 at the other heads."""
+
+    def __init__(
+        self, width: Callable[[str, int], int], head_dims: Mapping[Point, int], vector: Callable[[Named], Any]
+    ) -> None:
+        self._width, self._head_dims, self._vector = width, head_dims, vector
+        self._operands: dict[Any, dict[str, Vector]] = {}
+
+    def whole(self, edit: Any) -> Any:
+        """The edit, in normal form, without `head`. Cached, since a plan may have the same one at many positions."""
+        if any(part.head is not None for part in edit.parts):
+            return edit.with_parts(self.whole)
+        if edit.head is None:
+            return edit
+        point, key = point_of(edit), edit.effect()
+        if key not in self._operands:
+            self._operands[key] = edit.over_heads(self._head_dims.get(point), self._width(*point), self._vector)
+        return changed(edit, head=None, **self._operands[key])
 
 
 class _VectorBank:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from midstream.errors import PlanError
-from midstream.sites import LAYER_SITES, MODEL_SITES, hook_hint, site_of
+from midstream.sites import HEAD_SITES, LAYER_SITES, MODEL_SITES, hook_hint, site_of
 
 # No layer, position or token is larger, and the engine's int32 tables hold no larger number.
 MAX_INDEX = 2**31 - 1
@@ -222,6 +222,14 @@ def layers(field: str, value: Any) -> str | tuple[int, ...]:
         return "all"
     allowed = "'all', a layer or a sequence of layers, counted from 0"
     return tuple(sorted(integers(field, value, allowed)))
+
+
+def heads(field: str, value: Any, site: str) -> int | tuple[int, ...]:
+    """A head of a site, or several in the given order."""
+    if site not in HEAD_SITES:
+        raise refuse(field, f"{shown(value)} at {site}", f"None, since only {', '.join(HEAD_SITES)} has heads")
+    found = integers(field, value, "a head or a sequence of heads, counted from 0", 0)
+    return found if _is_many(value) else found[0]
 
 
 def site(field: str, value: Any) -> str:

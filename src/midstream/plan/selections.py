@@ -243,20 +243,48 @@ def selected_of_prompt(positions: Any, length: int) -> np.ndarray:
     return _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
 
 
+class Heads(NamedTuple):
+    """Heads of a site.
+
+    Attributes:
+        head: a head, or several in the order in which they are wanted.
+        head_dim: the width of each.
+    """
+
+    head: int | tuple[int, ...]
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Of all of them together."""
+        return self.head_dim * (1 if isinstance(self.head, int) else len(self.head))
+
+    def of(self, rows: Any) -> Any:
+        """These heads of rows `[rows, width]`: `[rows, head_dim]` of one, `[rows, heads, head_dim]` of several."""
+        heads = [self.head] if isinstance(self.head, int) else list(self.head)
+        if not len(rows):  # their width may be unknown
+            found = rows.new_empty(0, len(heads), self.head_dim)
+        else:
+            found = rows.unflatten(1, (-1, self.head_dim))[:, heads]  # a copy, which does not keep the other heads
+        return found[:, 0] if isinstance(self.head, int) else found
+
+
 class Selection(NamedTuple):
-    """Which rows of one request are captured.
+    """Which rows of one request are captured, and what of them.
 
     Attributes:
         prompt: int64, the selected positions of the prompt, ascending.
         length: of the prompt.
         generated: selectors of the generated tokens' rows.
         dtype: of the returned rows; None for the model's.
+        heads: the part of the returned rows; None for all of them.
     """
 
     prompt: np.ndarray
     length: int
     generated: tuple[Selector, ...] = ()
     dtype: str | None = None
+    heads: Heads | None = None
 
     @classmethod
     def of(cls, positions: Any, length: int, dtype: str | None = None) -> Selection:
@@ -290,14 +318,21 @@ class Selection(NamedTuple):
         return np.concatenate([self.prompt[self.prompt < stop], generated[self.mask(generated)]])
 
     def __or__(self, other: Selection) -> Selection:
-        """The rows of both, for the same request. Raises PlanError if their dtypes differ."""
+        """The rows of both, for the same request. Raises PlanError if their dtypes or their heads differ."""
         if self.dtype != other.dtype:
             raise PlanError(
                 f"Two captures of one site and layer that go to the same place have the dtypes {self.dtype} and {other.dtype}. Give them "
                 "one dtype, or two places."
             )
+        if self.heads != other.heads:
+            given = [None if heads is None else heads.head for heads in (self.heads, other.heads)]
+            raise PlanError(
+                f"Two captures of one site and layer that go to the same place have the heads {given[0]} and {given[1]} (Capture.head). "
+                "Give them one head=, or two places.",
+                field="Capture.head",
+            )
         generated = tuple(dict.fromkeys(self.generated + other.generated))
-        return Selection(np.union1d(self.prompt, other.prompt), self.length, generated, self.dtype)
+        return Selection(np.union1d(self.prompt, other.prompt), self.length, generated, self.dtype, self.heads)
 
 
 def _chosen(

@@ -41,7 +41,7 @@ from midstream.plan.ops.edit import Intervention, changed, field_names
 from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
 from midstream.plan.selections import Selector
-from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
+from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest, head_widths
 from midstream.sites import LAYER_SITES, NotFinite, Point, comes_before
 
 __all__ = [
@@ -384,12 +384,14 @@ class ModelFacts:
         widths: (site, layer) -> the site's width, for every site that the model has.
         dtype: of the activations, as in "bfloat16".
         stages: the first layer of each pipeline stage.
+        head_dims: (site, layer) -> the width of a head, for every site that has heads.
     """
 
     num_layers: int = 0
     widths: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     dtype: str = ""
     stages: Sequence[int] = ()
+    head_dims: Mapping[Point, int] = dataclasses.field(default_factory=dict)
 
     def are_together(self, one: Point, other: Point) -> bool:
         """Whether one pipeline stage owns both points."""
@@ -426,18 +428,19 @@ def check(
             raise fields.refuse(item.label("positions"), "'all_generated' with max_tokens=0", allowed)
         layers = item.layers_in(facts.num_layers)
         _check_site(item, layers, facts.widths)
+        _check_heads(item, layers, facts)
         for name, value in item.values():
             if isinstance(value, RecordedRun) and isinstance(item, Edit):
                 _check_run_exists(item.label(name), value, runs)
                 item.check_run(item.label(name), value, facts.widths)
             elif isinstance(value, Vector):
-                _check_width(item, name, f"of width {value.width}", value.width, layers, facts.widths)
+                _check_width(item, name, f"of width {value.width}", value.width, layers, facts)
             elif isinstance(value, Named) and vectors is not None:
                 _check_name_exists(item, name, value.name, vectors, runs or {})
                 width = vectors[value.name]
-                _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts.widths)
+                _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts)
         if (program := item.its_program) is not None:
-            _check_width(item, item.function or "", f"of width {program.width}", program.width, layers, facts.widths)
+            _check_width(item, item.function or "", f"of width {program.width}", program.width, layers, facts)
             if isinstance(item, Capture) and facts.dtype and program.dtype != facts.dtype:
                 raise fields.refuse(
                     "Capture.program", f"for {program.dtype}", f"one for {facts.dtype}, the model's dtype"
@@ -502,7 +505,7 @@ def _work(item: Intervention) -> int:
 def _count(item: Intervention, num_layers: int) -> int:
     """How many edits or captures an intervention is, counted once for each layer and listed position."""
     positions = len(item.place) if isinstance(item.place, tuple) else 1
-    return positions * (num_layers if item.at_layers == "all" else len(item.at_layers))
+    return item.copies * positions * (num_layers if item.at_layers == "all" else len(item.at_layers))
 
 
 def _check_positions(item: Intervention, prompt_length: int | None, multimodal: bool) -> None:
@@ -531,13 +534,31 @@ def _check_site(item: Intervention, layers: Iterable[int], widths: Mapping[tuple
         raise PlanError(text, field=item.label("site"))
 
 
+def _check_heads(item: Intervention, layers: Iterable[int], facts: ModelFacts) -> None:
+    if item.head is None or not facts.widths:
+        return
+    highest = max(item.head) if isinstance(item.head, tuple) else item.head
+    for layer in layers:
+        head_dim = facts.head_dims.get((item.site, layer))
+        if head_dim is None:
+            raise fields.refuse(item.label("head"), fields.shown(item.head), f"None at {item.site} in this model")
+        count = facts.widths[item.site, layer] // head_dim
+        if highest >= count:
+            allowed = f"0 to {count - 1}, the heads of {item.site} at layer {layer}"
+            raise fields.refuse(item.label("head"), str(highest), allowed)
+
+
 def _check_width(
-    item: Intervention, field: str, given: str, width: int, layers: Iterable[int], widths: Mapping[tuple[str, int], int]
+    item: Intervention, field: str, given: str, width: int, layers: Iterable[int], facts: ModelFacts
 ) -> None:
     for layer in layers:
-        expected = widths.get((item.site, layer), width)
-        if width != expected:
-            raise fields.refuse(item.label(field), given, f"{expected}, the width of {item.site} at layer {layer}")
+        expected = facts.widths.get((item.site, layer), width)
+        head_dim = facts.head_dims.get((item.site, layer)) if item.head is not None else None
+        if width not in (expected, head_dim):
+            allowed = f"{expected}, the width of {item.site} at layer {layer}"
+            if head_dim is not None:
+                allowed = f"{head_widths(head_dim, expected)}, of {item.site} at layer {layer}"
+            raise fields.refuse(item.label(field), given, allowed)
 
 
 def _check_further(item: Intervention, layers: Iterable[int], facts: ModelFacts) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -132,6 +132,29 @@ def as_mask(mask: np.ndarray, field: str) -> np.ndarray:
     if mask.min() < 0 or mask.max() > 1:
         raise fields.refuse(field, f"from {mask.min():g} to {mask.max():g}", "numbers from 0 to 1")
     return mask
+
+
+def at_heads(vector: Any, heads: Sequence[int], head_dim: int, width: int, field: str) -> Vector:
+    """The vector `[width]` that has these numbers at `heads`, and 0 at the other heads.
+
+    Args:
+        vector: `[head_dim]`, the same for each of the heads; or `[width]`, of which the other heads' numbers are left out.
+
+    Raises:
+        PlanError: it has another width.
+    """
+    given = np.asarray(vector, np.float32)
+    if given.shape not in ((head_dim,), (width,)):
+        raise fields.refuse(field, f"of shape {list(given.shape)}", head_widths(head_dim, width))
+    found = np.zeros((width // head_dim, head_dim), np.float32)
+    rows = list(heads)
+    found[rows] = given if given.size == head_dim else given.reshape(found.shape)[rows]
+    return Vector(found.reshape(-1), field)
+
+
+def head_widths(head_dim: int, width: int) -> str:
+    """The widths that an operand of an edit with `head` may have, for messages."""
+    return f"{head_dim}, the width of a head, or {width}, that of all heads side by side"
 
 
 def is_zero(vector: object) -> bool:

@@ -38,8 +38,9 @@ from midstream.requests.invokes import (
     PreparedPlan,
     answers_by_prompt,
     engine_params,
+    has_destinations,
     token_ids,
-    without_destinations,
+    with_whole_rows,
 )
 from midstream.requests.prompts import Prompt, encode, prompts_of
 from midstream.requests.streams import Called, Item, OutputStream
@@ -596,7 +597,7 @@ class Remote(DescribedModel):
                     call.tier, call.lengths = lowering.tier, list(map(len, prompts))
                     call.own = [plans.setdefault(plan, len(plans)) for plan in lowering.plans]
         for invoke in invokes:
-            plan = without_destinations(invoke.plan)
+            plan = with_whole_rows(invoke.plan) if has_destinations(invoke.plan) else invoke.plan
             number = plans.setdefault(plan, len(plans)) if plan else None
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
             prompt, params, answers = map(as_msgpack, parts)
@@ -637,7 +638,7 @@ class Remote(DescribedModel):
         """The forwarders of invokes whose captured rows go to consumers, by their numbers."""
         found = {}
         for i, invoke in enumerate(invokes):
-            if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
+            if has_destinations(invoke.plan):
                 ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
                 plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
                 found[i] = CaptureForwarder(plan, invoke.collected, self.sinks)

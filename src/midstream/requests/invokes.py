@@ -402,11 +402,24 @@ class PreparedPlan:
         )
 
 
+def has_destinations(plan: Plan) -> bool:
+    """Whether captured rows go elsewhere than to the output."""
+    return any(capture.to is not None for capture in plan.captures)
+
+
 def without_destinations(plan: Plan) -> Plan:
     """The plan as it is sent: the engine returns all captured rows to the client, which has the routes."""
-    if all(capture.to is None for capture in plan.captures):
+    if not has_destinations(plan):
         return plan
     return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in plan.interventions))
+
+
+def with_whole_rows(plan: Plan) -> Plan:
+    """The plan as a server gets it if the client delivers its rows: the server returns whole rows, in the model's dtype."""
+    items = plan.interventions
+    return Plan(
+        tuple(replace(item, to=None, head=None, dtype=None) if isinstance(item, Capture) else item for item in items)
+    )
 
 
 def runs_of(plans: Sequence[PreparedPlan | None]) -> list[str]:
@@ -477,7 +490,7 @@ class Planner:
         plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
         plan = with_digests(plan, self._vectors.digests)
-        found = routes(plan.captures, len(ids), range(self.facts.num_layers))
+        found = routes(plan.captures, len(ids), range(self.facts.num_layers), self.facts.head_dims)
         for to, _ in found[1:]:
             destination(to)  # raises CaptureError for a consumer that is not installed
         return PreparedPlan(plan, ids, found, self.facts)

@@ -506,6 +506,7 @@ class PlanHost:
             run=row,
             dtype=self.facts.dtype,
             points=self.tables.index.keys(),
+            head_dims=self.facts.head_dims,
         )
 
     def _off_graph(self, points: Collection[Point]) -> frozenset[str]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
+from midstream.sites import Point
 from midstream.trace.outcome import Outcome
 from midstream.transport.codec import Packed, pack
 from midstream.transport.sender import Sender, mark_ready
@@ -195,10 +197,18 @@ class LocalSinks:
         num_layers: of the model.
         layers: those of this stage.
         stage: which stage this is, and how many there are.
+        head_dims: as in `ModelFacts`.
     """
 
-    def __init__(self, engine: str, num_layers: int, layers: Collection[int], stage: tuple[int, int] = (0, 1)) -> None:
-        self._engine, self._num_layers = engine, num_layers
+    def __init__(
+        self,
+        engine: str,
+        num_layers: int,
+        layers: Collection[int],
+        stage: tuple[int, int] = (0, 1),
+        head_dims: Mapping[Point, int] = MappingProxyType({}),
+    ) -> None:
+        self._engine, self._num_layers, self._head_dims = engine, num_layers, head_dims
         self._layers, self._stage = layers, stage
         self._sinks = Sinks()
         self._names: dict[str, str] = {}  # of running requests: the engine's id -> the user's
@@ -214,7 +224,7 @@ class LocalSinks:
             name = engine_id
         self._names[engine_id] = name
         info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
-        everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers))[1:]
+        everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers), self._head_dims)[1:]
         # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
         here = tuple(
             (to, {key: rows for key, rows in selected.items() if key[1] in self._layers}) for to, selected in everywhere

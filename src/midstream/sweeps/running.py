@@ -184,8 +184,8 @@ class SweepRun:
         return found  # type: ignore[no-any-return]
 
     def _head_count(self) -> int:
-        config = self._model._text_config
-        return int(getattr(config, "num_attention_heads", None) or 0)
+        facts = self._model.facts
+        return min((facts.widths[point] // head_dim for point, head_dim in facts.head_dims.items()), default=0)
 
     # Running. On a model in this process no await ever waits.
 
@@ -364,7 +364,6 @@ class SweepRun:
     def _plan(self, cell: Cell, grid: Grid, source: Any, is_own: bool = False) -> Plan:
         """The patches of a cell: the same positions at each of its layers."""
         sources = cell.positions if is_own else grid.columns[cell.index[-1]].sources[cell.pair]
-        mask = None if cell.head is None else self._mask(cell)
         reads_run = isinstance(source, RecordedRun)
         return Plan(
             tuple(
@@ -374,17 +373,11 @@ class SweepRun:
                     position=cell.positions,
                     source=source[cell.site, layer] if isinstance(source, dict) else source,
                     source_position=sources if reads_run else None,
-                    mask=mask,
+                    head=cell.head,
                 )
                 for layer in cell.layers
             )
         )
-
-    def _mask(self, cell: Cell) -> np.ndarray:
-        width, count = self._model.facts.widths[cell.site, cell.layers[0]], self._head_count()
-        mask = np.zeros((count, width // count), np.float32)
-        mask[cell.head] = 1
-        return mask.reshape(-1)
 
     async def _run(self, ids: list[int], answers: Answers, jobs: Iterator[Job]) -> AsyncGenerator[Event]:
         """The events of jobs as they end, one group after the other."""

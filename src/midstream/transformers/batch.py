@@ -549,6 +549,7 @@ class RunningPlan:
             vector=lambda named: vectors[named.name].data,
             run=runs.row,
             dtype=plan.facts.dtype,
+            head_dims=plan.facts.head_dims,
         )
         self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
         self._chunks: list[ScoreChunk] = []

@@ -213,7 +213,8 @@ class LanguageModel(TraceModel):
         widths = {
             (site, layer): self.arch.widths[site, layer] for site, layer in self.arch.bindings if layer is not None
         }
-        return ModelFacts(self.arch.num_layers, widths, str(self.module.dtype).removeprefix("torch."))
+        dtype = str(self.module.dtype).removeprefix("torch.")
+        return ModelFacts(self.arch.num_layers, widths, dtype, head_dims=self.arch.head_dims)
 
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None

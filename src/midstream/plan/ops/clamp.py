@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.ops.edit import Edit, RowChange, Shape, register
+from midstream.plan.ops.edit import Edit, RowChange, Shape, changed, register
 from midstream.plan.vectors import Named, Vector, as_unit, as_vector_or_name
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ class Clamp(Edit):
         low, high: bounds of s, in the units of the activation; None or infinite for no bound.
         strength: from 0 (no effect) to 1 (full effect).
         phase, positions: as in `Steer`.
+        head: at `attn_z`, clamp only in this head, counted from 0, or in each of these heads by itself. `direction` is then `[head_dim]`;
+            or `[heads * head_dim]`, of which each head's part is a direction of its own.
 
     Raises:
         PlanError: the value of a field is not allowed; the direction is zero; low is above high; positions with `phase="prefill"`.
     """
 
-    kind, order, operands = "clamp", 30, ("direction",)
+    kind, order, operands, limited_by = "clamp", 30, ("direction",), "direction"
 
     site: str
     _: KW_ONLY
@@ -48,6 +50,7 @@ class Clamp(Edit):
     strength: float = 1.0
     phase: str = "both"
     positions: Any = None
+    head: Any = None
 
     def __post_init__(self) -> None:
         low = -math.inf if self.low is None else fields.number("Clamp.low", self.low, unbounded=True)
@@ -63,6 +66,15 @@ class Clamp(Edit):
             direction = direction if unit is direction.data else Vector(unit, "Clamp.direction")
         strength = fields.number("Clamp.strength", self.strength, 0.0, 1.0)
         self.settle(direction=direction, low=low, high=high, strength=strength)
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.head is None else len(self.head)
+
+    def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Clamp]:
+        """Also one edit for each head, since each head has its own part along the direction."""
+        for one in super().spread(num_layers, prompt_length):
+            yield from (one,) if self.head is None else (changed(one, head=(head,)) for head in self.head)
 
     def changes_nothing(self) -> bool:
         return self.strength == 0 or (self.low == -math.inf and self.high == math.inf)

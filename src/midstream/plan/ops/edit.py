@@ -51,7 +51,7 @@ import numpy as np
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.program import Program
-from midstream.plan.vectors import Named, RecordedRun
+from midstream.plan.vectors import Named, RecordedRun, Vector, at_heads
 from midstream.sites import Point
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class Intervention:
         operands: the fields that hold a vector of the site's width, or the name of one. Of an edit the arithmetic's v and w: at most two.
         part_fields: the fields that hold interventions, one or a tuple.
         run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
+        head: the head to which it is limited, at a site with heads, or a tuple of several; None for the whole width.
     """
 
     kind: ClassVar[str]
@@ -134,6 +135,7 @@ class Intervention:
     run_operands: ClassVar[tuple[str, ...]] = ()
     part_fields: ClassVar[tuple[str, ...]] = ()
 
+    head: Any = None
     site: str
     layer: int
     layers: Any
@@ -158,6 +160,11 @@ class Intervention:
     def alone(self) -> tuple[Intervention, ...]:
         """Interventions with one site each, which together do the same."""
         return (self,)
+
+    @property
+    def copies(self) -> int:
+        """How many edits stand for it at one layer and position in the normal form."""
+        return 1
 
     def with_parts(self, change: Callable[[Intervention], Intervention]) -> Intervention:
         """The same with its parts changed."""
@@ -281,11 +288,14 @@ class Edit(Intervention):
         adds: whether the arithmetic returns a summand rather than the new value. Consecutive edits that add are computed from the same h
             and added to it in one sum, so their order does not matter.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
+        limited_by: the operand, if there is one, that is 0 in the dimensions that the edit leaves as they are; None in it stands for ones.
+            A kind that names it may have a field `head`.
     """
 
     order: ClassVar[int]
     adds: ClassVar[bool] = False
     place_fields: ClassVar[frozenset[str]] = frozenset({"positions", "phase"})
+    limited_by: ClassVar[str | None] = None
 
     phase: str
 
@@ -343,6 +353,9 @@ class Edit(Intervention):
     def settle(self, **attributes: Any) -> None:
         """Check the common fields, and put checked values into the frozen dataclass."""
         super().settle(**attributes)
+        if self.head is not None:
+            heads = fields.heads(self.label("head"), self.head, self.site)
+            fields.settle(self, head=(heads,) if isinstance(heads, int) else tuple(sorted(heads)))
         if self.position_field != "positions":
             return
         fields.one_of(self.label("phase"), self.phase, PHASES)
@@ -376,6 +389,28 @@ class Edit(Intervention):
         names = field_names(type(self))  # type: ignore[arg-type]
         values = [getattr(self, name) for name in names if name not in self.place_fields]
         return (self.kind, *(value.id if isinstance(value, RecordedRun) else value for value in values))
+
+    def over_heads(self, head_dim: int | None, width: int, vector: Callable[[Named], Any]) -> dict[str, Vector]:
+        """The operands of the same edit without `head`, `[width]`, by their fields. Recorded runs and zeros stay as they are.
+
+        Args:
+            head_dim: the width of a head; None if the site has no heads.
+            vector: returns a named vector.
+
+        Raises:
+            PlanError: the site has no heads, or an operand has another width.
+        """
+        if head_dim is None:
+            raise fields.refuse(self.label("head"), fields.shown(self.head), f"None at {self.site} in this model")
+        found: dict[str, Vector] = {}
+        for field, value in self.values():
+            if isinstance(value, (Vector, Named)):
+                numbers = vector(value) if isinstance(value, Named) else value.data
+                found[field] = at_heads(numbers, self.head, head_dim, width, self.label(field))
+        assert self.limited_by is not None
+        if self.limited_by not in found:
+            found[self.limited_by] = at_heads([1.0] * head_dim, self.head, head_dim, width, self.label("head"))
+        return found
 
     def placeless(self) -> Self:
         """The edit without its place."""
@@ -441,6 +476,8 @@ def register(cls: E) -> E:
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
     if len(cls.operands) > 2 or not set(cls.operands) <= set(field_names(cls)):  # type: ignore[arg-type]
         raise ValueError(f"{cls.__name__}.operands names up to two of its fields.")
+    if "head" in field_names(cls) and cls.limited_by not in cls.operands:  # type: ignore[arg-type]
+        raise ValueError(f"{cls.__name__} has a field head, so limited_by names one of its operands.")
     _registered[kind] = fields.explained(cls)
     kinds.cache_clear()
     return cls

@@ -35,6 +35,8 @@ class Patch(Edit):
         source_layer, source_site: for a run; None means the same as `layer` and `site`.
         alpha: a, from 0 (no effect) to 1 (replace).
         mask: `[hidden]`, from 0 to 1, multiplied with alpha in each dimension; True and False count as 1 and 0. Or a name.
+        head: at `attn_z`, patch only this head or these heads, counted from 0, each from the same head of the source. A vector or a mask
+            is then `[heads * head_dim]`, with the heads side by side; or `[head_dim]`, the same for each of them.
 
     Raises:
         PlanError: the value of a field is not allowed, or a `source_...` field is given although the source is not a run.
@@ -43,6 +45,7 @@ class Patch(Edit):
     kind, order, operands, run_operands = "patch", 10, ("source", "mask"), ("source",)
     layer_field, position_field = "layer", "position"
     place_fields = frozenset({"position", "source_position"})
+    limited_by = "mask"
     phase: ClassVar[str] = "prefill"  # type: ignore[misc]
 
     site: str
@@ -55,6 +58,7 @@ class Patch(Edit):
     source_site: str | None = None
     alpha: float = 1.0
     mask: Any = None
+    head: Any = None
 
     def __post_init__(self) -> None:
         source = self.source

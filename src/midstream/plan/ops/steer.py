@@ -34,13 +34,15 @@ class Steer(Edit):
             `phase="decode"`, steer only at these generated tokens, counted from 0. None means all tokens of `phase`.
         norm_match: make the added vector `scale` times as long as h at that token, after the patches of the site: `h += scale * ||h|| *
             vector / ||vector||`.
+        head: at `attn_z`, steer only this head or these heads, counted from 0. `vector` is then `[head_dim]`, added to each of them; or
+            `[heads * head_dim]`, of which only their part is added.
 
     Raises:
         PlanError: the value of a field is not allowed; the vector has NaN or infinity; it is zero and norm_match is set; positions with
-            `phase="prefill"`.
+            `phase="prefill"`; norm_match with a head.
     """
 
-    kind, order, adds, operands = "steer", 20, True, ("vector",)
+    kind, order, adds, operands, limited_by = "steer", 20, True, ("vector",), "vector"
 
     site: str
     _: KW_ONLY
@@ -50,12 +52,16 @@ class Steer(Edit):
     phase: str = "both"
     positions: Any = None
     norm_match: bool = False
+    head: Any = None
 
     def __post_init__(self) -> None:
         vector = as_vector_or_name("Steer.vector", self.vector)
         norm_match = fields.flag("Steer.norm_match", self.norm_match)
         if norm_match and is_zero(vector):
             raise fields.refuse("Steer.vector", "zero", "a vector with a direction, since norm_match is set")
+        if norm_match and self.head is not None:
+            given = f"{fields.shown(self.head)} with norm_match"
+            raise fields.refuse("Steer.head", given, "None, since norm_match measures all heads together")
         self.settle(vector=vector, scale=fields.number("Steer.scale", self.scale), norm_match=norm_match)
 
     def changes_nothing(self) -> bool:

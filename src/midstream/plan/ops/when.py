@@ -127,6 +127,10 @@ class When(Edit):
         return *self.edit.further, point_of(self.probe)
 
     @property
+    def copies(self) -> int:
+        return self.edit.copies
+
+    @property
     def runs_program(self) -> bool:
         return True
 
