@@ -346,6 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", choices=LOADS, default="mixed")
     parser.add_argument("--requests", type=int, help="in place of those of the load")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="as of overhead.py")
     parser.add_argument("--request-rate", type=float, help="requests a second where TTFT and TPOT are measured")
     parser.add_argument("--burstiness", type=float, default=1.0, help="as of `vllm bench serve`")
     add_arguments(parser)
@@ -360,7 +361,12 @@ def main() -> None:
                 for stock, port in zip((True, False), free_ports(), strict=True)
             }
         servers = {stock: start.result() for stock, start in starts.items()}
-        rows, bench = rows_of(servers[False], load), Bench(arguments, load, path)
+        rows = [
+            row
+            for row in rows_of(servers[False], load)
+            if row.stock or any(text in row.name for text in arguments.only)
+        ]
+        bench = Bench(arguments, load, path)
         alone = [bench.run(servers[True], rows[0], float("inf"))["seconds"] for _ in range(3)][-1]
         fast, slower = RATE * load.count / alone, arguments.request_rate or SLOWER * load.count / alone
         print(f"stock vLLM takes {alone:.2f} s for all requests at once; {fast:.1f} and {slower:.1f} arrive a second")
