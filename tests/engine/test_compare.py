@@ -30,10 +30,11 @@ LAYERS = tiny_models.LAYERS
 AT = LAYERS // 2
 
 PARALLEL = {"gpt_neox", "falcon", "falcon_two_norms", "phi", "cohere", "gptj"}
-MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe"}
+MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "flex_olmo", "hunyuan_moe"}
+WITH_DENSE_LAYERS = {"glm4_moe", "dots1", "llama4"}  # and others with experts
 WITHOUT_FINAL_NORM = {"opt_post_norm"}
 # What is added to resid_mid is not mlp_out alone, or is normed after the add.
-NOT_A_PLAIN_SUM = {"granite", "opt_post_norm"}
+NOT_A_PLAIN_SUM = {"granite", "granitemoe", "opt_post_norm"}
 # Read back up to rounding: the value lies in the model divided by a scale, or less a bias.
 ROUNDED = {
     ("gemma", "embed"),
@@ -54,6 +55,8 @@ def lacking(name: str) -> set[str]:
         missing |= {"resid_mid", "replace resid_mid"}
     if name in MIXTURES:
         missing |= {"mlp_act", "ablate neurons"}
+    elif name not in WITH_DENSE_LAYERS:
+        missing |= {"router", "ablate experts"}
     if name in WITHOUT_FINAL_NORM:
         missing |= {"final_norm", "project_on_vocab", "replace final_norm"}
     return missing
