@@ -23,9 +23,9 @@ T = IDS.shape[1]
 NAMES = [name for name in tiny_models.ARCHITECTURES if not name.endswith("_transformers")]
 
 PARALLEL = {"gpt_neox", "falcon", "falcon_two_norms", "phi", "cohere", "gptj"}
-MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "flex_olmo", "hunyuan_moe"}
+MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "llama4", "flex_olmo", "hunyuan_moe"}
 # Mixtures with layers that have an MLP instead of experts.
-PARTLY = {"glm4_moe": [0], "dots1": [0], "llama4": [0, 2]}
+PARTLY = {"glm4_moe": [0], "dots1": [0]}
 # The stream is normed after each add (OPT-350m), or what is added is first multiplied outside its module (Granite).
 NOT_A_PLAIN_SUM = {"opt_post_norm", "granite", "granitemoe"}
 

@@ -161,7 +161,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
             "intermediate_size_mlp": 192,
-            "interleave_moe_layer_step": 2,
+            "interleave_moe_layer_step": 1,
         },
     ),
     "glm4_moe": Architecture("glm4_moe", {**_NARROW_GQA, **_DEEPSEEK_MOE}),
