@@ -142,7 +142,7 @@ def test_a_layer_without_experts_is_named() -> None:
     model = LanguageModel(made("deepseek_v3"), tiny_models.tokenizer())
     with pytest.raises(UnknownSiteError, match=r"layer 0 has no site 'router'; these have it: \[1, 2, 3\]"):
         model.run(lambda m: m.router[0], PROMPT)
-    with pytest.raises(PlanError, match=r"no site 'router' at layer 0 \(Steer\.layers\); it has it at 1, 2, 3"):
+    with pytest.raises(PlanError, match=r"no site 'router' at layer 0 \(Steer\.layers\); it has it at 1 to 3"):
         model.generate(PROMPT, plan=Steer("router", layers=[0, 1], vector=[0.0] * EXPERTS), **GREEDY)
 
 
