@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import nn
@@ -63,8 +64,24 @@ def around(module: nn.Module, see_input: Before | None, see_output: After) -> Ha
     return _Replaced(module.__dict__, wrapped)
 
 
+class _Inside:
+    """The module's forward, run in a context. A copy of the module has one that runs the copy."""
+
+    def __init__(self, module: nn.Module, context: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        self.module, self.context, self.forward = module, context, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.context(self.module):
+            return self.forward(*args, **kwargs)
+
+
+def inside(module: nn.Module, context: Callable[[Any], AbstractContextManager[Any]]) -> Handle:
+    """Run every forward of the module in `context(module)`; its hooks run outside of the context."""
+    return _Replaced(module.__dict__, _Inside(module, context))
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Handle:
-    """Replace the module's own forward by `forward`. Wrappers from `around` stay around it."""
+    """Replace the module's own forward by `forward`. Wrappers from `around` and `inside` stay around it."""
     owner = module.__dict__
     while "forward" in getattr(owner.get("forward"), "__dict__", {}):
         owner = owner["forward"].__dict__

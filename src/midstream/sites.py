@@ -1,7 +1,8 @@
 """The sites: places of a decoder-only model where activations are read and changed.
 
 A site is `(name, layer)`. Its value is the activation in the mathematical sense, independent of how the engine stores it: `[tokens,
-hidden]`, the request's own tokens in this step. A `Binding` gives the place of the value in the running model.
+hidden]`, the request's own tokens in this step; `[tokens, experts]` at `router`. A `Binding` gives the place of the value in the running
+model.
 """
 
 from __future__ import annotations
@@ -16,8 +17,19 @@ if TYPE_CHECKING:
     from midstream.tree import Ref
 
 # In the order of the forward pass.
-LAYER_SITES = ("resid_pre", "attn_in", "attn_z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out", "resid_post")
-_PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:8])  # attention and MLP, which some models run side by side
+LAYER_SITES = (
+    "resid_pre",
+    "attn_in",
+    "attn_z",
+    "attn_out",
+    "resid_mid",
+    "mlp_in",
+    "router",
+    "mlp_act",
+    "mlp_out",
+    "resid_post",
+)
+_PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:9])  # attention and MLP, which some models run side by side
 HEAD_SITES = ("attn_z",)  # [tokens, heads, head_dim]; plans see the heads side by side
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 

@@ -226,6 +226,7 @@ RECIPES = {
     "monitor": "engine_plan = Probe(",
     "conditional-steering": "When(",
     "token-scores": "plot_token_scores(",
+    "experts": 'Steer("router"',
 }
 
 

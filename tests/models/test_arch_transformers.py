@@ -5,6 +5,7 @@ The oracle for the residual stream is transformers' own `output_hidden_states`; 
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
-from midstream.arch import Architecture, detect
+from midstream.arch import Architecture, detect, split_routers
 from midstream.sites import LAYER_SITES
 from midstream.tree import follow
 
@@ -22,9 +23,11 @@ T = IDS.shape[1]
 NAMES = [name for name in tiny_models.ARCHITECTURES if not name.endswith("_transformers")]
 
 PARALLEL = {"gpt_neox", "falcon", "falcon_two_norms", "phi", "cohere", "gptj"}
-MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe"}
+MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "llama4", "flex_olmo", "hunyuan_moe"}
+# Mixtures with layers that have an MLP instead of experts.
+PARTLY = {"glm4_moe": [0], "dots1": [0]}
 # The stream is normed after each add (OPT-350m), or what is added is first multiplied outside its module (Granite).
-NOT_A_PLAIN_SUM = {"opt_post_norm", "granite"}
+NOT_A_PLAIN_SUM = {"opt_post_norm", "granite", "granitemoe"}
 
 Values = dict[tuple[str, int | None], torch.Tensor]
 
@@ -38,6 +41,7 @@ def probed(name: str) -> tuple[Any, Architecture, Values, tuple[torch.Tensor, ..
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    split_routers(model)
     architecture = detect(model, lambda: model(IDS, use_cache=False))
     values, hidden_states = read_all(model, architecture)
     return model, architecture, values, hidden_states
@@ -72,13 +76,17 @@ def read_all(model: Any, architecture: Architecture) -> tuple[Values, tuple[torc
 @pytest.mark.parametrize("name", NAMES)
 def test_sites(name: str) -> None:
     absent = {"resid_mid"} if name in PARALLEL else {"mlp_act"} if name in MIXTURES else set()
+    absent |= set() if name in MIXTURES or name in PARTLY else {"router"}
     _, architecture, _, _ = probed(name)
     layer_sites = [site for site in architecture.sites if site in LAYER_SITES]
     assert set(layer_sites) == set(LAYER_SITES) - absent
     once = {"embed", "final_norm"} - ({"final_norm"} if name == "opt_post_norm" else set())
     assert set(architecture.sites) - set(layer_sites) == once
     assert architecture.layers == tuple(range(architecture.num_layers)) == tuple(range(tiny_models.LAYERS))
-    assert len(architecture.bindings) == tiny_models.LAYERS * len(layer_sites) + len(once)
+    of_layers = {(site, i) for site in layer_sites for i in architecture.layers}
+    of_layers -= {("router", i) for i in PARTLY.get(name, ())}
+    of_layers -= {("mlp_act", i) for i in architecture.layers if name in PARTLY and i not in PARTLY[name]}
+    assert set(architecture.bindings) == of_layers | {(site, None) for site in once}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,11 +131,62 @@ def test_heads_and_neurons(name: str) -> None:
         projection = model.get_submodule(architecture.binding("attn_z", i).path)
         if "attention_layernorm" not in architecture.binding("attn_out", i).path and name != "glm4":
             close(projection(z.flatten(-2)), values["attn_out", i])
-        if name not in MIXTURES:
+        if ("mlp_act", i) in architecture.bindings:
             down = model.get_submodule(architecture.binding("mlp_act", i).path)
             neurons = down(values["mlp_act", i])
             norm = architecture.binding("mlp_out", i).path
             close(model.get_submodule(norm)(neurons) if "norm" in norm else neurons, values["mlp_out", i])
+
+
+@pytest.mark.parametrize("name", sorted(MIXTURES | set(PARTLY)))
+def test_routers(name: str) -> None:
+    """N3: the site is what transformers reports as its router's logits, and a changed value decides which experts run.
+
+    The oracle of the change is a model whose routers have weights three times as large.
+    """
+    model, architecture, values, _ = probed(name)
+    layers = [i for i in architecture.layers if ("router", i) in architecture.bindings]
+    assert layers == [i for i in architecture.layers if i not in PARTLY.get(name, ())]
+    with torch.no_grad():
+        reported = model(IDS, use_cache=False, output_router_logits=True).router_logits
+        before = model(IDS, use_cache=False).logits
+    for i, logits in zip(layers, reported, strict=True):
+        assert torch.equal(values["router", i].view(T, -1), logits.view(T, -1))
+        assert architecture.widths["router", i] == logits.shape[-1]
+    written = with_changed(model, architecture, layers, lambda tree: tree * 3)
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        for i in layers:
+            path = architecture.binding("router", i).path.removesuffix(".midstream_logits")
+            for name, parameter in scaled.get_submodule(path).named_parameters():
+                parameter *= 3 if name in ("weight", "bias") else 1
+        expected = scaled(IDS, use_cache=False).logits
+    assert (expected - before).abs().max() > 1e-2 * before.abs().max()
+    close(written, expected)
+    with torch.no_grad():
+        assert torch.equal(model(IDS, use_cache=False).logits, before)
+
+
+def with_changed(model: Any, architecture: Architecture, layers: list[int], change: Any) -> torch.Tensor:
+    """The model's logits with hooks that change its routers' logits."""
+    routers = [model.get_submodule(architecture.binding("router", i).path) for i in layers]
+    handles = [router.register_forward_hook(lambda module, args, output: change(output)) for router in routers]
+    with torch.no_grad():
+        logits = model(IDS, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def test_routers_of_a_plain_model_are_left_out() -> None:
+    """N3: transformers' routers choose by themselves, so the logits that they return are no site: to change them would do nothing."""
+    model = AutoModelForCausalLM.from_config(tiny_models.ARCHITECTURES["mixtral"].config(), dtype=torch.float32).eval()
+    assert "router" not in detect(model, lambda: model(IDS, use_cache=False)).sites
+    before = model.state_dict().keys()
+    split_routers(model)
+    split_routers(model)
+    assert model.state_dict().keys() == before
+    assert "router" in detect(model, lambda: model(IDS, use_cache=False)).sites
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -126,7 +126,7 @@ def test_sites_in_one_tensor_are_edited_in_the_order_of_the_forward(tiny: Any, o
     v = vector(1, 4.0, WIDTH)
     plan = Plan.of([Steer("resid_mid", layers=1, vector=v), Capture("mlp_in", layers=1)])
     tables = TorchTables(points_of(model.arch), torch.device("cpu"), torch.float32)
-    hooks = PointHooks(model.module, model.arch, (), tables)
+    hooks = PointHooks(model.module, model.arch, (), tables, torch.float32)
     widths, layers = model.arch.widths, model.arch.num_layers
     compiled = compile_plan(
         plan, len(IDS), layers, width=lambda *point: widths[point], vector=None, run=None, dtype="float32"

@@ -171,6 +171,11 @@ def set_and_read(model: VLLM, site: str) -> list[tuple[torch.Tensor, torch.Tenso
         model.clear_edits()
 
 
+def sites_at(model: VLLM) -> list[str]:
+    """The sites that layer AT has, and those that the model has once. A mixture may have layers without experts."""
+    return [s for s in model.description["sites"] if s not in LAYER_SITES or (s, AT) in model.facts.widths]
+
+
 def with_plans(model: Any, sites: Sequence[str]) -> dict[str, list[torch.Tensor]]:
     """By site: for each prompt, what a plan captures of it, and the last layer's output where a plan steers it in one layer."""
     found = {}
@@ -188,7 +193,7 @@ def disagreements(path: Path, rtol: float, **engine: Any) -> dict[str, Any]:
     """Of an engine from transformers: what differs by more than `rtol` of the largest value, or cannot be had."""
     hf = LanguageModel(str(path), dtype=torch.float32, attn_implementation="eager")
     with VLLM(str(path), **engine) as model:
-        sites, layers = model.description["sites"], range(tiny_models.LAYERS)
+        sites, layers = sites_at(model), range(tiny_models.LAYERS)
         with torch.no_grad():
             reference, planned = compare.collect(hf, PROMPTS, layers), with_plans(hf, sites)
         found, on_engine = compare.collect(model, PROMPTS, layers), with_plans(model, sites)
@@ -279,7 +284,7 @@ def on_vllm(model: VLLM, directory: Path) -> dict[str, Any]:
         "sites": sites,
         "steps": steps,
         "continuous": [torch.equal(a, b) for prompt in neighbours for a, b in prompt],
-        "set": {site: set_and_read(model, site) for site in sites},
+        "set": {site: set_and_read(model, site) for site in sites_at(model)},
         "middle": model.run(write_middle, PROMPTS) if "resid_mid" in sites else [],
         "bystander": edit_first_only(model),
         "modules": by_modules(model, directory),

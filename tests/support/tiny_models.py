@@ -97,6 +97,17 @@ _OPT = {
     "max_position_embeddings": MAX_POSITIONS,
 }
 _QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "decoder_sparse_step": 1}
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# The first layer has no experts, as in DeepSeek's models.
+_DEEPSEEK_MOE = {
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _TRANSFORMERS_BACKEND = {"model_impl": "transformers"}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -113,7 +124,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": Architecture("gpt_neox", _WIDE),
     "falcon": Architecture("falcon", _FALCON),
     "olmo2": Architecture("olmo2", _WIDE_GQA),
-    "mixtral": Architecture("mixtral", {**_WIDE_GQA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": Architecture("mixtral", {**_WIDE_GQA, **_LOCAL_MOE}),
     "qwen3_moe": Architecture("qwen3_moe", {**_NARROW_GQA, **_QWEN_MOE}),
     # Through the Transformers backend, where vLLM also has a model of its own.
     "llama_transformers": Architecture("llama", _WIDE_GQA, _TRANSFORMERS_BACKEND),
@@ -138,6 +149,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture("olmoe", {**_WIDE_GQA, "num_experts": 4, "num_experts_per_tok": 2}),
     "glm4": Architecture("glm4", _NARROW_GQA),
     "qwen2_moe": Architecture("qwen2_moe", {**_WIDE_GQA, **_QWEN_MOE, "shared_expert_intermediate_size": 96}),
+    "gpt_oss": Architecture("gpt_oss", {**_NARROW_GQA, **_LOCAL_MOE, "sliding_window": 16}),
+    "granitemoe": Architecture(
+        "granitemoe",
+        {**_WIDE_GQA, **_LOCAL_MOE, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "llama4": Architecture(
+        "llama4_text",
+        {
+            **_NARROW_GQA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 192,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "glm4_moe": Architecture("glm4_moe", {**_NARROW_GQA, **_DEEPSEEK_MOE}),
+    "dots1": Architecture("dots1", {**_NARROW_GQA, **_DEEPSEEK_MOE}),
+    "flex_olmo": Architecture("flex_olmo", {**_WIDE_GQA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan_moe": Architecture("hunyuan_v1_moe", {**_NARROW_GQA, "num_experts": 4, "moe_topk": 2}),
     "gpt_neox_serial": Architecture("gpt_neox", {**_WIDE, "use_parallel_residual": False}),
     "falcon_serial": Architecture("falcon", {**_FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
     "falcon_two_norms": Architecture("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),

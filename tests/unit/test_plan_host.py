@@ -61,7 +61,7 @@ class Steps:
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
-            PointHooks(self.model, arch, BUILT_IN, self.tables),
+            PointHooks(self.model, arch, BUILT_IN, self.tables, torch.float32),
             ModelFacts(LAYERS, widths, "float32"),
             Pipeline(0, (widths,), frozenset(BUILT_IN)),
             link=None,

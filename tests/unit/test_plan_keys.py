@@ -53,8 +53,11 @@ def transformer_kv(layers, edited=None, tokens=5, width=4):
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         z = at("attn_z", i, shares / shares.sum(-1, keepdims=True) @ v)
         h = at("resid_mid", i, h + at("attn_out", i, z @ weight[i, 3]))
-        act = at("mlp_act", i, np.maximum(at("mlp_in", i, norm(h)) @ weight[i, 4], 0))
-        h = at("resid_post", i, h + at("mlp_out", i, act @ weight[i, 5]))
+        x = at("mlp_in", i, norm(h))
+        shares = np.exp(at("router", i, x @ weight[i, 6]))
+        act = at("mlp_act", i, np.maximum(x @ weight[i, 4], 0))
+        mixture = shares / shares.sum(-1, keepdims=True) @ weight[i, 7]
+        h = at("resid_post", i, h + at("mlp_out", i, act @ weight[i, 5] + mixture))
     return np.array(kv)
 
 

@@ -2,5 +2,6 @@
 
 from midstream.arch.blocks import ROLES
 from midstream.arch.detect import Architecture, detect
+from midstream.arch.routers import split_routers
 
-__all__ = ["ROLES", "Architecture", "detect"]
+__all__ = ["ROLES", "Architecture", "detect", "split_routers"]

@@ -28,6 +28,7 @@ STANDARD: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "h", "blocks", "block", "layer", "decoder_layers", "transformer_blocks"),
     "attn": ("self_attn", "attn", "attention", "self_attention", "self_attn_block", "attn_block"),
     "mlp": ("mlp", "feed_forward", "feedforward", "ffn", "ff", "block_sparse_moe", "sparse_moe", "moe", "mlp_block"),
+    "router": ("gate", "router", "wg"),
     "embed": ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "token_embedding", "embeddings"),
     "final_norm": ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f", "ln_out"),
     "attn_proj": ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj", "out"),
@@ -37,6 +38,8 @@ ROLES = tuple(STANDARD)
 
 # Blocks that have the two linear layers of the MLP as direct children, with no MLP module around them (OPT, XGLM).
 BARE_MLP = (("fc1", "fc2"), ("fc_in", "fc_out"), ("linear1", "linear2"))
+
+ROUTER_LOGITS = "midstream_logits"  # the module that `routers` puts into a router
 
 PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 
@@ -306,6 +309,7 @@ class DecoderBlock:
             sites["attn_z"] = self._heads(self.attn, config, head_dim)
         if self.mlp is not None:
             sites["mlp_in"] = Binding(self.mlp.first.path, "input", self.mlp.source.ref)
+            sites["router"] = self._router(self.mlp)
             sites["mlp_out"] = self._added(self.mlp)
             sites["mlp_act"] = self._neurons(self.mlp)
         if self.attn is not None and self.mlp is not None:
@@ -406,6 +410,29 @@ class DecoderBlock:
             return None
         taken = [leaf for leaf in mlp.projection.inputs if leaf.floating]
         return Binding(mlp.projection.path, "input", taken[0].ref) if taken else None
+
+    def _router(self, mlp: SubLayer) -> Binding | None:
+        """The logits by which a mixture chooses its experts: what the router of the mixture returns.
+
+        A router that chooses by itself returns its choice as well, and the mixture does not use the logits beside it. Then the site is the
+        linear layer inside it, or the module that `split_routers` has put behind its matrix product.
+        """
+        if not is_moe(mlp.first.module):
+            return None
+        within = self.probe.within(mlp.first)
+        named = [call for call in within if self.names.rank(call.path, "router") is not None]
+        for router in sorted(named, key=lambda call: (call.path.count("."), self.names.rank(call.path, "router"))):
+            inner = [
+                c for c in self.probe.within(router) if c.path.endswith(f".{ROUTER_LOGITS}") or is_linear(c.module)
+            ]
+            sources = [router] if len(router.returned) == 1 else inner if len(inner) == 1 else []
+            for source in sources:
+                out = source.returned[0]
+                experts = out.shape[-1]
+                rows = self.like.tensor.numel() // self.like.shape[-1]
+                if out.floating and len(source.returned) == 1 and out.tensor.numel() == rows * experts and experts > 1:
+                    return Binding(source.path, "output", out.ref)
+        return None
 
     def _heads(self, attn: SubLayer, config: Any, head_dim: int | None) -> Binding | None:
         taken = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []

@@ -107,6 +107,10 @@ def _ablate_neurons(model: Any, layer: int, donor: torch.Tensor) -> None:
     model.mlp_act[layer][:, ::2] = 0
 
 
+def _ablate_experts(model: Any, layer: int, donor: torch.Tensor) -> None:
+    model.router[layer][:, ::2] = -1e4
+
+
 def _zero(accessor: str, model: Any, layer: int, donor: torch.Tensor) -> None:
     site = getattr(model, accessor)
     site[layer] = torch.zeros_like(site[layer])
@@ -137,6 +141,7 @@ EDITS = {
     "patch": ComparedEdit(_patch),
     "ablate head": ComparedEdit(_ablate_head),
     "ablate neurons": ComparedEdit(_ablate_neurons),
+    "ablate experts": ComparedEdit(_ablate_experts),
     "zero layers_output": ComparedEdit(partial(_zero, "layers_output")),
     "zero attentions_output": ComparedEdit(partial(_zero, "attentions_output")),
     "zero mlps_output": ComparedEdit(partial(_zero, "mlps_output")),
@@ -178,9 +183,13 @@ class Side:
         try:
             self.values[name] = fn()
         except MidstreamError as error:
-            first = error.exceptions[0] if isinstance(error, InterventionErrorGroup) else error
+            first = _first_of(error)
             reasons = self.missing if isinstance(first, UnknownSiteError) else self.failed
             reasons[name] = str(first).splitlines()[0]
+
+
+def _first_of(error: BaseException) -> BaseException:
+    return error.exceptions[0] if isinstance(error, InterventionErrorGroup) else error
 
 
 def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int], names: Sequence[str] = ENTRIES) -> Side:
@@ -212,10 +221,21 @@ def _run_edits(
     donors: dict[int, torch.Tensor],
     texts: list[str],
 ) -> list[Values]:
+    """The edit at each of `spots` whose layer has the site. Raises UnknownSiteError if none has."""
     found: list[Values] = [{} for _ in texts]
+    lacking: MidstreamError | None = None
     for at in spots:
-        for values, more in zip(found, model.run(partial(run_edit, edit, at, layers, donors[at]), texts), strict=True):
+        try:
+            edited = model.run(partial(run_edit, edit, at, layers, donors[at]), texts)
+        except MidstreamError as error:
+            if not isinstance(_first_of(error), UnknownSiteError):
+                raise
+            lacking = error
+            continue
+        for values, more in zip(found, edited, strict=True):
             values |= {f"{name} with the edit at {at}": value for name, value in more.items()}
+    if lacking is not None and not any(found):
+        raise lacking
     return found
 
 

@@ -249,7 +249,9 @@ class Worker(PlatformWorker):
         local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, here, head_dims)
         return PlanHost(
             tables,
-            PointHooks(self._runner.model, arch, built_in, tables, self._tensor_ranks or ALONE),
+            PointHooks(
+                self._runner.model, arch, built_in, tables, config.model_config.dtype, self._tensor_ranks or ALONE
+            ),
             facts,
             pipeline,
             link=self._stages.link if self._stages is not None else None,

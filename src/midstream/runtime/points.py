@@ -78,6 +78,7 @@ class PointHooks:
     Args:
         built_in: the points that the site op serves.
         tables: make the edits.
+        dtype: the model's.
         peers: the tensor-parallel ranks. Plans are about full tensors, so a hook gathers those of which ranks have parts.
     """
 
@@ -87,12 +88,14 @@ class PointHooks:
         arch: Architecture,
         built_in: Collection[Point],
         tables: Tables,
+        dtype: torch.dtype,
         peers: Peers = ALONE,
     ) -> None:
         self._model = model
         self._peers = peers
         self._arch = arch
         self._tables = tables
+        self._dtype = dtype
         self._index = tables.index
         self._built_in = frozenset(built_in)
         self._needed: Counter[Point] = Counter()
@@ -164,7 +167,9 @@ class PointHooks:
         """`tree` with the plans' edits. The engine's own tensors are left alone unless a write has to land in them."""
         hidden = follow(tree, binding.hidden)
         residual = follow(tree, binding.residual) if binding.residual is not None else None
-        if binding.scale != 1.0 or (residual is not None and residual.ndim == 1):
+        # Some routers compute float32 logits in a model of bfloat16; captured rows and the edits of a plan are in the model's dtype.
+        has_other_dtype = hidden.dtype != self._dtype
+        if has_other_dtype or binding.scale != 1.0 or (residual is not None and residual.ndim == 1):
             return self._edited_as_value(index, binding, tree)
         if binding.in_place and all(part is None or part.is_contiguous() for part in (hidden, residual)):
             self._tables.edit(index, hidden, residual)
@@ -185,13 +190,14 @@ class PointHooks:
 
     def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same for a value that is computed from leaves. Elements that do not change keep their leaf's bits."""
-        old = binding.read(functools.partial(follow, tree))
+        old = binding.read(functools.partial(follow, tree)).to(self._dtype)
         shape = old.shape
         old = old.flatten(-2) if binding.heads is not None else old
         new, _ = self._tables.edited(index, old, None)
         changed = new != old
         for ref, leaf in binding.leaves(new.view(shape), functools.partial(follow, tree)):
-            tree = _written(tree, binding, ref, torch.where(changed, leaf, follow(tree, ref)))
+            kept = follow(tree, ref)
+            tree = _written(tree, binding, ref, torch.where(changed, leaf.to(kept.dtype), kept))
         return tree
 
 

@@ -206,6 +206,12 @@ def value_at(first: torch.Tensor, second: torch.Tensor | None, rows: torch.Tenso
     return value_of(first[rows], second[rows] if second is not None else None)
 
 
+def not_finite_at(point: Point, value_RH: torch.Tensor) -> torch.Tensor:
+    """`[R]`, whether a row has an infinity or a NaN. At `router`, minus infinity takes an expert away: a row needs one finite logit."""
+    logits_RH = value_RH.amax(-1, keepdim=True) if point[0] == "router" else value_RH
+    return ~torch.isfinite(logits_RH).all(-1)
+
+
 class Staging:
     """Pinned memory from which copies to the device start, used in turns: to pin anew for each of them costs a millisecond.
 
@@ -471,7 +477,7 @@ class DeviceTables(Tables):
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
-        code_R = (len(self.points) - point) * (~torch.isfinite(new_RH).all(-1)).to(torch.int32)
+        code_R = (len(self.points) - point) * not_finite_at(self.points[point], new_RH).to(torch.int32)
         self._overflow_T[rows] = torch.maximum(self._overflow_T[rows], code_R)
 
     def _capture_behind(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from midstream.plan.ops.edit import Op, edited
 from midstream.plan.running import run
 from midstream.runtime.programs import value_of
-from midstream.runtime.tables import ProfileSlots, RowProfiles, Tables, streams
+from midstream.runtime.tables import ProfileSlots, RowProfiles, Tables, not_finite_at, streams
 from midstream.sites import Point
 
 Rows = torch.Tensor | slice
@@ -143,7 +143,7 @@ class TorchTables(Tables):
             new_RH.sum(dtype=torch.float32)
         ):  # one pass; the sum of finite numbers may overflow as well
             numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
-            for row in numbers[_not_finite(new_RH).cpu()].tolist():
+            for row in numbers[not_finite_at(self.points[point], new_RH).cpu()].tolist():
                 self.overflow.setdefault(row, point)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:

@@ -634,7 +634,7 @@ class BatchPlans:
     def __init__(self, model: Any, arch: Architecture, requests: Sequence[BatchRequest]) -> None:
         self._requests = requests
         self._tables = TorchTables(points_of(arch), model.device, model.dtype)
-        self._hooks = PointHooks(model, arch, (), self._tables)
+        self._hooks = PointHooks(model, arch, (), self._tables, model.dtype)
         self._length = 0  # of the running step
 
     def __enter__(self) -> BatchPlans:

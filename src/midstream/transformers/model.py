@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midstream.arch import detect
+from midstream.arch import detect, split_routers
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
@@ -97,8 +97,8 @@ class LanguageModel(TraceModel):
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
         rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
             attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
-            `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`,
-            `mlp_proj`) says where the sites are. A list gives several names.
+            `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `router`, `embed`, `final_norm`,
+            `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: the default of `progress` for the model's calls, such as `generate`.
@@ -145,6 +145,7 @@ class LanguageModel(TraceModel):
         self._lock = threading.RLock()
         self._numbers = itertools.count()  # request ids
         config = module.config.get_text_config()
+        split_routers(module, rename)
         self.arch = detect(
             module,
             self._probe,

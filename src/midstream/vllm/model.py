@@ -74,8 +74,8 @@ class VLLM(DescribedModel):
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
         rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
             attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
-            `ffn`. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A
-            list gives several names.
+            `ffn`. A standard name (`layers`, `attn`, `mlp`, `router`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites
+            are. A list gives several names.
         graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
             default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites there.
         graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed;
