@@ -68,6 +68,7 @@ class Invoke:
         record: for a request of `model.record`, the run in which its captured rows are stored.
         edits: the programs of the edits that run before its own; None for all edits of the model.
         is_streamed: whether the caller can read saved values while the request runs. Only async engines use this.
+        adapter: vLLM's LoRARequest; on `Remote`, the adapter's name. None for the model without an adapter.
     """
 
     prompt: Any
@@ -80,6 +81,7 @@ class Invoke:
     record: RecordAs | None = None
     edits: Sequence[TraceProgram] | None = None
     is_streamed: bool = True
+    adapter: Any = None
 
     @property
     def block(self) -> Block | None:
