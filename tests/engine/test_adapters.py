@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,76 +12,18 @@ import adapters
 import pytest
 import tiny_models
 import torch
-from engines import ENGINE, RANKS, timed
+from adapters import LAYER
+from engines import ENGINE, RANKS, alive, timed
 from forked import forked
 
 from midstream import VLLM, Capture, Patch, Steer
 from midstream.errors import CaptureError, ParameterError
 from midstream.runtime.request import Tier
-from midstream.vllm import model as vllm_model
 
 pytestmark = pytest.mark.engine
 
 FRANCE, EIFFEL = "The capital of France is", "The Eiffel Tower is in the city of"
-LAYER = 2
 SITES = ("resid_pre", "attn_in", "attn_z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out", "resid_post")
-
-
-class Merged:
-    """The model on transformers with one adapter in its weights, or without, and the activations of its forward hooks."""
-
-    def __init__(self, base: Path, adapter: Path | None) -> None:
-        self.model = adapters.merged(base, adapter)
-        self.tokenizer = tiny_models.tokenizer()
-
-    def ids(self, prompt: str) -> torch.Tensor:
-        return torch.tensor([self.tokenizer(prompt)["input_ids"]])
-
-    @torch.no_grad()
-    def run(self, prompt: str, change: Any = None) -> dict[str, torch.Tensor]:
-        """The sites of layer `LAYER`, and the logits. `change` edits the layer's output, `[tokens, hidden]`, in place."""
-        layer, found, handles = self.model.model.layers[LAYER], dict[str, torch.Tensor](), []
-
-        def note(name: str, value: torch.Tensor) -> None:
-            found[name] = value[0].clone()
-
-        def before(name: str, module: Any) -> None:
-            def hook(_: Any, args: Any, kwargs: Any) -> None:
-                note(name, args[0] if args else kwargs["hidden_states"])
-
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-        def after(name: str, module: Any) -> None:
-            handles.append(
-                module.register_forward_hook(lambda _, args, out: note(name, out[0] if isinstance(out, tuple) else out))
-            )
-
-        def changed(_: Any, args: Any, out: Any) -> None:
-            hidden = out[0] if isinstance(out, tuple) else out
-            if change is not None:
-                change(hidden[0])
-
-        handles.append(layer.register_forward_hook(changed))
-        before("resid_pre", layer)
-        before("attn_in", layer.self_attn)
-        before("attn_z", layer.self_attn.o_proj)
-        after("attn_out", layer.self_attn)
-        before("resid_mid", layer.post_attention_layernorm)
-        before("mlp_in", layer.mlp)
-        before("mlp_act", layer.mlp.down_proj)
-        after("mlp_out", layer.mlp)
-        after("resid_post", layer)
-        logits = self.model(self.ids(prompt)).logits
-        note("logits", logits)
-        for handle in handles:
-            handle.remove()
-        return found
-
-    @torch.no_grad()
-    def generate(self, prompt: str, count: int) -> list[int]:
-        ids = self.ids(prompt)
-        made = self.model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        return made[0, ids.shape[1] :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +43,8 @@ def paths(base: Path) -> dict[str | None, Path | None]:
 
 
 @pytest.fixture(scope="module")
-def merged(base: Path, paths: dict[str | None, Path | None]) -> dict[str | None, Merged]:
-    return {name: Merged(base, path) for name, path in paths.items()}
+def merged(base: Path, paths: dict[str | None, Path | None]) -> dict[str | None, adapters.Merged]:
+    return {name: adapters.Merged(base, path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +67,7 @@ def adapted(base: Path) -> Iterator[VLLM]:
         "enable_lora": True,
         "max_lora_rank": 8,
         "max_loras": 2,
+        "block_size": 32,
         **RANKS,
     }
     with forked(), timed("adapters"):
@@ -187,11 +131,7 @@ def test_requests_without_an_adapter_stay_as_they_are_beside_others_on_the_cpu(a
 
 def traced(model, requests, fn, **params):
     """What `fn` returns in a trace of each of `EACH`, all in one call."""
-    with model.trace(max_tokens=1, **params) as tracer:
-        for name in EACH:
-            with tracer.invoke(EIFFEL, lora_request=requests[name]):
-                value = fn(model).save()
-    return value
+    return model.run(fn, [EIFFEL] * 5, lora_request=[requests[name] for name in EACH], **params)
 
 
 # Code for each tier: a plan does everything; captured rows that the client puts together; rows that the engine's code reads behind the
@@ -204,7 +144,7 @@ def in_a_plan(model):
 
 
 def on_the_client(model):
-    return model.resid_post[LAYER]
+    return model.resid_post[LAYER][-1]
 
 
 def behind_the_step(model):
@@ -218,23 +158,17 @@ def in_the_forward(model):
     return model.logits
 
 
-def tiers_of(model):
-    """A list to which each call appends the tier in which its traces ran."""
-    seen, original = [], vllm_model.EngineRequest
+@contextmanager
+def tiers_noted():
+    """A list that gets the tier of each request."""
+    seen, original = [], VLLM._request
 
-    def noted(*args, **kwargs):
-        request = original(*args, **kwargs)
-        tier = (
-            request.trace.tier
-            if request.trace is not None
-            else Tier.PLAN
-            if request.ending is not None
-            else Tier.CLIENT
-        )
+    def request(self, tier, *rest):
         seen.append(tier)
-        return request
+        return original(self, tier, *rest)
 
-    return seen, mock.patch.object(vllm_model, "EngineRequest", noted)
+    with mock.patch.object(VLLM, "_request", request):
+        yield seen
 
 
 @pytest.mark.parametrize(
@@ -247,8 +181,7 @@ def tiers_of(model):
     ],
 )
 def test_traces_in_each_tier_see_the_values_of_their_adapter(adapted, merged, requests, fn, tier):
-    seen, noting = tiers_of(adapted)
-    with noting:
+    with tiers_noted() as seen:
         values = traced(adapted, requests, fn)
     assert {*seen} == {tier}
     for name, value in zip(EACH, values, strict=True):
@@ -256,7 +189,7 @@ def test_traces_in_each_tier_see_the_values_of_their_adapter(adapted, merged, re
         change = (lambda h: h.add_(0.5)) if fn in (in_a_plan, in_the_forward) else None
         found = model.run(EIFFEL, change)
         if fn is on_the_client:
-            expected = found["resid_post"]
+            expected = found["resid_post"][-1]
         elif fn is behind_the_step:
             with torch.no_grad():
                 expected = model.model.lm_head(model.model.model.norm(found["resid_post"]))
@@ -266,8 +199,7 @@ def test_traces_in_each_tier_see_the_values_of_their_adapter(adapted, merged, re
 
 
 def test_a_trace_that_only_writes_is_a_plan(adapted, merged, requests):
-    seen, noting = tiers_of(adapted)
-    with noting, adapted.trace(max_tokens=3, ignore_eos=True) as tracer:
+    with tiers_noted() as seen, adapted.trace(max_tokens=3, ignore_eos=True) as tracer:
         for name in EACH:
             with tracer.invoke(EIFFEL, lora_request=requests[name]):
                 adapted.resid_post[LAYER][:] += 0.5
@@ -299,9 +231,9 @@ def test_names_and_weights_in_traces_are_those_without_adapters(adapted, merged)
     def fn(model):
         layer = model.model.layers[0]
         shapes = [layer.self_attn.o_proj.output[0].shape, layer.mlp.down_proj.input.shape]
-        return model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight.shape, shapes
+        return model.model.embed_tokens.weight, model.model.norm.weight, shapes
 
-    embedding, norm, head, shapes = adapted.run(fn, EIFFEL)
+    embedding, norm, shapes = adapted.run(fn, EIFFEL)
     assert torch.equal(embedding, merged[None].model.model.embed_tokens.weight)
     assert torch.equal(norm, merged[None].model.model.norm.weight)
     tokens = merged[None].ids(EIFFEL).shape[1]
@@ -316,7 +248,7 @@ def test_a_run_recorded_with_one_adapter_patches_a_request_with_another(adapted,
             [EIFFEL] * 5, plan=plan, lora_request=[requests[name] for name in EACH], max_tokens=1, answers=[5]
         )
     finally:
-        adapted.runs.delete(run)
+        adapted.runs.delete(run.name)
     recorded = merged["red"].run(EIFFEL)["resid_post"][-1]
     for name, output in zip(EACH, outputs, strict=True):
 
@@ -334,9 +266,7 @@ def test_cached_blocks_are_shared_neither_between_adapters_nor_between_plans(ada
     adapted.engine.reset_prefix_cache()
     for round_ in range(2):
         for name, scale in cases:
-            plan = (
-                Steer("resid_post", layers=LAYER, vector=vector, scale=scale, positions="all_prompt") if scale else None
-            )
+            plan = Steer("resid_post", layers=LAYER, vector=vector, scale=scale) if scale else None
             (output,) = adapted.generate(prompt, plan=plan, lora_request=requests[name], max_tokens=1, answers=[5])
             assert (output.num_cached_tokens > 0) == (round_ == 1), (name, scale)
             change = (lambda h: h.add_(2.0)) if scale else None
@@ -353,7 +283,7 @@ def test_a_sweep_runs_with_one_adapter(adapted, merged, requests):
         hidden[-1] = clean
 
     expected = merged["red"].run(other, put)["logits"][-1]
-    assert float(result["resid_post"].item()) == pytest.approx(float(expected[5] - expected[6]), abs=1e-2)
+    assert float(result.values["resid_post"].item()) == pytest.approx(float(expected[5] - expected[6]), abs=1e-2)
 
 
 def test_a_collection_is_of_one_adapter(adapted, merged, requests, tmp_path):
@@ -372,7 +302,7 @@ def test_a_collection_is_of_one_adapter(adapted, merged, requests, tmp_path):
 
 def test_activations_are_those_of_the_adapter(adapted, merged, requests):
     rows = torch.cat([
-        batch.rows
+        batch
         for batch in adapted.activations([EIFFEL], "resid_post", LAYER, shuffle=False, lora_request=requests["blue"])
     ])  # fmt: skip
     close(rows, merged["blue"].run(EIFFEL)["resid_post"])

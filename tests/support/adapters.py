@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 RANK, ALPHA = 4, 8
+LAYER = 2  # whose sites `Merged` has
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
 
@@ -58,6 +61,63 @@ def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
             weight += scale * tensors.pop(f"{module}.lora_B.weight") @ a
     assert not tensors, sorted(tensors)
     return model
+
+
+class Merged:
+    """The model on transformers with one adapter in its weights, or without, and the activations of its forward hooks."""
+
+    def __init__(self, base: Path, adapter: Path | None) -> None:
+        self.model = merged(base, adapter)
+        self.tokenizer = tiny_models.tokenizer()
+
+    def ids(self, prompt: str) -> torch.Tensor:
+        return torch.tensor([self.tokenizer(prompt)["input_ids"]])
+
+    @torch.no_grad()
+    def run(self, prompt: str, change: Any = None) -> dict[str, torch.Tensor]:
+        """The sites of layer `LAYER`, and the logits. `change` edits the layer's output, `[tokens, hidden]`, in place."""
+        layer, found, handles = self.model.model.layers[LAYER], dict[str, torch.Tensor](), []
+
+        def note(name: str, value: torch.Tensor) -> None:
+            found[name] = value[0].clone()
+
+        def before(name: str, module: Any) -> None:
+            def hook(_: Any, args: Any, kwargs: Any) -> None:
+                note(name, args[0] if args else kwargs["hidden_states"])
+
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+        def after(name: str, module: Any) -> None:
+            handles.append(
+                module.register_forward_hook(lambda _, args, out: note(name, out[0] if isinstance(out, tuple) else out))
+            )
+
+        def changed(_: Any, args: Any, out: Any) -> None:
+            hidden = out[0] if isinstance(out, tuple) else out
+            if change is not None:
+                change(hidden[0])
+
+        handles.append(layer.register_forward_hook(changed))
+        before("resid_pre", layer)
+        before("attn_in", layer.self_attn)
+        before("attn_z", layer.self_attn.o_proj)
+        after("attn_out", layer.self_attn)
+        before("resid_mid", layer.post_attention_layernorm)
+        before("mlp_in", layer.mlp)
+        before("mlp_act", layer.mlp.down_proj)
+        after("mlp_out", layer.mlp)
+        after("resid_post", layer)
+        logits = self.model(self.ids(prompt)).logits
+        note("logits", logits)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    @torch.no_grad()
+    def generate(self, prompt: str, count: int) -> list[int]:
+        ids = self.ids(prompt)
+        made = self.model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        return made[0, ids.shape[1] :].tolist()
 
 
 def _weights(base: Path) -> list[tuple[str, torch.Tensor]]:

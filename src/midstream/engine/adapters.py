@@ -1,8 +1,8 @@
 """Adapters (LoRA) in a worker: layers that a trace calls, and rows without an adapter on the CPU.
 
-vLLM adds an adapter's part to a layer's output by tables that say for each row of the step's batch which adapter it has. A trace calls layers
-on rows of its own, `model.model.layers[3].mlp(h)` or `model.project_on_vocab(h)`. `Adapters.calling` makes tables for such a call: all of
-its rows have the adapter of the trace's request.
+vLLM adds an adapter's part to a layer's output by tables that say for each row of the step's batch which adapter it has. A trace calls
+layers on rows of its own: `model.model.layers[3].mlp(h)`, `model.project_on_vocab(h)`. `Adapters.calling` makes tables for such a call, in
+which all rows have the adapter of the trace's request.
 
 vLLM's kernels in PyTorch, which it uses on the CPU, take -1, which marks a row without an adapter, as the number of the last adapter (0.32;
 vllm-project/vllm#48421). `skipping_rows` keeps such rows as they are.

@@ -346,12 +346,6 @@ def check_adapter(config: Any, adapter: Any) -> None:
     if config.lora_config is None:
         text = "lora_request: this engine takes no adapters. Start it with enable_lora=True, and max_lora_rank as large as the adapter's."
         raise ParameterError(text, field="lora_request")
-    if adapter.load_inplace:
-        text = (
-            "lora_request has load_inplace=True. vLLM's prefix cache would still have the keys and values of the old weights: give the new "
-            "weights a name and a number of their own."
-        )
-        raise ParameterError(text, field="lora_request")
 
 
 def check_adapters_fit_one_step(config: Any, adapters: Iterable[Any]) -> None:
@@ -363,6 +357,13 @@ def check_adapters_fit_one_step(config: Any, adapters: Iterable[Any]) -> None:
             f"{most}. Start the engine with a larger max_loras.",
             field="lora_request",
         )
+
+
+def may_load_adapters() -> bool:
+    """Whether vLLM's server looks for adapters that requests name and that it has not loaded."""
+    import vllm.envs as envs
+
+    return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
 
 
 def load_adapter(engine: Any, adapter: Any) -> Any:

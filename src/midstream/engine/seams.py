@@ -133,7 +133,8 @@ _FRONT_END = (
          members="from_new_request(tokenizer, request); update(new_token_ids, stop_terminated)"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start_engine",
          "The online engine.",
-         members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id, *, lora_request); collective_rpc(method, *, args); "
+         members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id, *, lora_request); "
+                 "collective_rpc(method, *, args); "
                  "shutdown(*, timeout); vllm_config"),
     Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start_engine",
          "Takes midstream's worker, scheduler and settings.", members="worker_cls; scheduler_cls; additional_config"),
@@ -408,6 +409,11 @@ _ADAPTERS = (
          seen="0.32"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.load_adapter",
          "The same.", members="add_lora(lora_request)", seen="0.32"),
+    Seam("vllm.entrypoints.openai.models.serving.OpenAIServingModels", CALLS, "midstream.serve.requests.adapter_of",
+         "The adapters of a server by name.", members="is_base_model(model_name); resolve_lora(lora_name); lora_requests; base_model_paths",
+         seen="0.32"),
+    Seam("vllm.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING", READS, "midstream.engine.launch.may_load_adapters",
+         "Whether a server looks for adapters that it has not loaded.", seen="0.32"),
     Seam("vllm.config.LoRAConfig", READS, "midstream.engine.launch.check_adapters_fit_one_step",
          "How many adapters a step takes.", members="max_loras", seen="0.32"),
     Seam("vllm.v1.core.sched.output.NewRequestData", READS, "midstream.engine.worker.Worker._schedule",

@@ -1,8 +1,8 @@
 """The adapters (LoRA) that requests of this client have named.
 
-vLLM knows an adapter by its number alone, and loads it in the step that first needs it. With two adapters under one number it runs the first
-for both, and an adapter that cannot be loaded ends the engine. So the numbers are compared here, and adapters are loaded before their first
-request.
+vLLM knows an adapter by its number alone, and loads it in the step that first needs it. With two adapters under one number it runs the
+first for both, and an adapter that cannot be loaded ends the engine. So the numbers are compared here, and adapters are loaded before their
+first request.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ class LoadedAdapters:
         for adapter in adapters:
             if adapter is None:
                 continue
+            if adapter.load_inplace:
+                raise ParameterError(
+                    "lora_request has load_inplace=True. vLLM's prefix cache would still have the keys and values of the old weights: give "
+                    "the new weights a name and a number of their own.",
+                    field="lora_request",
+                )
             number, own = adapter.lora_int_id, (adapter.lora_name, adapter.lora_path)
             if (other := known.setdefault(number, own)) != own:
                 raise ParameterError(
