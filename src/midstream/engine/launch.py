@@ -366,31 +366,6 @@ def may_load_adapters() -> bool:
     return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
 
 
-def load_adapter(engine: Any, adapter: Any) -> Any:
-    """Load an adapter in the workers; an awaitable on an `AsyncLLM`. Raises ParameterError if that fails."""
-
-    @contextlib.contextmanager
-    def refused() -> Iterator[None]:
-        with translated_errors(engine):
-            try:
-                yield
-            except Exception as error:
-                if any(each.__name__ == "EngineDeadError" for each in type(error).__mro__):
-                    raise
-                raise ParameterError(
-                    f"lora_request: vLLM cannot load the adapter {adapter.lora_name!r} from {adapter.lora_path}: {error}",
-                    field="lora_request",
-                ) from error
-
-    async def awaited(loading: Awaitable[Any]) -> None:
-        with refused():
-            await loading
-
-    with refused():
-        loading = getattr(engine, "llm_engine", engine).add_lora(adapter)
-    return awaited(loading) if inspect.isawaitable(loading) else None
-
-
 def call_workers(engine: Any, method: str, *args: Any) -> Any:
     """Call a method of each worker. Returns the list of their results, or an awaitable of it on an `AsyncLLM`.
 

@@ -10,6 +10,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import vllm.envs as envs
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
@@ -524,6 +525,19 @@ class Worker(PlatformWorker):
 
     def midstream_delete_vectors(self, names: Sequence[str]) -> None:
         self.plans.vectors.delete(names)
+
+    def midstream_load_adapter(self, adapter: bytes) -> str | None:
+        """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails.
+
+        After an error of several workers, vLLM takes the answers of one call for those of the next (0.32).
+        """
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self.add_lora(msgspec.msgpack.decode(adapter, type=LoRARequest))
+        except Exception as error:
+            return f"{error}"
+        return None
 
     def midstream_list_vectors(self) -> dict[str, tuple[int, str]]:
         """name -> (width, digest)."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from midstream.capture.sinks import Sinks
 from midstream.engine import launch
-from midstream.errors import EngineClosedError, MidstreamError, TraceError
+from midstream.errors import EngineClosedError, MidstreamError, ParameterError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
 from midstream.ranks.merge import merged_description
@@ -181,9 +183,12 @@ class EngineConnection:
         return await results if self.is_async else results
 
     async def _load_adapter(self, adapter: Any) -> None:
-        loading = launch.load_adapter(self.engine, adapter)
-        if self.is_async:
-            await loading
+        failures = await self.call_workers("midstream_load_adapter", msgspec.msgpack.encode(adapter))
+        if reason := next(filter(None, failures), None):
+            raise ParameterError(
+                f"lora_request: vLLM cannot load the adapter {adapter.lora_name!r} from {adapter.lora_path}: {reason}",
+                field="lora_request",
+            )
 
     async def start(self) -> None:
         """Connect the workers. To be called before the first request."""
