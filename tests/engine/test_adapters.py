@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -352,3 +353,35 @@ def test_invokes_that_wait_for_each_other_have_no_more_adapters_than_a_step_take
                     adapted.logits.save()
     outputs = adapted.generate([FRANCE] * 3, lora_request=[requests["red"], requests["blue"], third], max_tokens=1)
     assert len(outputs) == 3  # vLLM takes them in turns
+
+
+def test_an_async_engine_that_compiles_runs_adapters(base, merged, requests):
+    given = {
+        **{**ENGINE, **RANKS},
+        "max_model_len": 128,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "max_loras": 2,
+        "mode": "async",
+    }
+
+    async def run() -> None:
+        with forked(), timed("async adapters"):
+            model = VLLM(str(base), **given)
+        with model:
+            await model.start()
+            vector = torch.ones(model.hidden_size)
+            plan = [Steer("resid_post", layers=LAYER, vector=vector), Capture("resid_post", layers=LAYER)]
+            outputs = await model.generate(
+                [EIFFEL] * 5, plan=plan, lora_request=[requests[name] for name in EACH], max_tokens=1, answers=[5]
+            )
+            values = await model.run(
+                in_the_forward, [EIFFEL] * 5, lora_request=[requests[name] for name in EACH], max_tokens=1
+            )
+            for name, output, value in zip(EACH, outputs, values, strict=True):
+                expected = merged[name].run(EIFFEL, lambda h: h.add_(1.0))["logits"][-1].log_softmax(-1)
+                assert output.answers[5] == pytest.approx(float(expected[5]), abs=1e-3), name
+                close(output.captures["resid_post", LAYER][0], merged[name].run(EIFFEL)["resid_post"][-1])
+                close(value, merged[name].run(EIFFEL, lambda h: h.add_(0.5))["logits"][-1:])
+
+    asyncio.run(run())

@@ -26,13 +26,16 @@ from midstream.plan import fields
 from midstream.plan.selections import Selector
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests import adapters
 from midstream.requests.invokes import (
+    AdapterArgument,
     Answers,
     Invoke,
     InvokeResult,
     Planner,
     RecordAs,
+    adapter_alone,
+    adapter_in,
+    adapters_of,
     answers_of,
     plans_of,
     raise_failures,
@@ -161,7 +164,7 @@ class TraceModel(Sizes):
     has_engine = True  # whether an engine schedules its requests
     _has_logprobs = True  # whether it takes logprobs=
     _ships = False  # whether traces run in another process, on copies of their variables
-    adapter_argument: adapters.Argument | None = None  # the argument of calls that chooses adapters
+    adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
 
     def close(self) -> None:
         """Close the model. Called at the end of `with model:`."""
@@ -236,7 +239,7 @@ class TraceModel(Sizes):
 
     def adapter_in(self, params: Mapping[str, Any], default: Any = None) -> tuple[Any, dict[str, Any]]:
         """The adapter or the list of adapters among a call's parameters, checked, and the other parameters. Raises ParameterError."""
-        found, rest = adapters.taken(params, self.adapter_argument, default)
+        found, rest = adapter_in(params, self.adapter_argument, default)
         for each in found if isinstance(found, (list, tuple)) else [found]:
             if each is not None:
                 self._check_adapter(each)
@@ -244,7 +247,7 @@ class TraceModel(Sizes):
 
     def adapters_of(self, given: Any, prompts: int) -> Sequence[Any]:
         """The adapter of each prompt, of the value that `adapter_in` returns. Raises ParameterError."""
-        return adapters.of_each(given, self.adapter_argument, prompts)
+        return adapters_of(given, self.adapter_argument, prompts)
 
     def _check_adapter(self, adapter: Any) -> None:
         """Raise ParameterError for a value that is no adapter, or that this model cannot run."""
@@ -254,7 +257,7 @@ class TraceModel(Sizes):
         adapter, rest = self.adapter_in(given)
         if rest:
             raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(rest))!r}")
-        return adapters.only_one(adapter, self.adapter_argument, call)
+        return adapter_alone(adapter, self.adapter_argument, call)
 
     async def _results(self, running: OutputStream) -> list[InvokeResult]:
         """The results of requests. Raises their errors."""
@@ -501,7 +504,7 @@ class TraceModel(Sizes):
             limit_bytes,
             skip_special_tokens,
             self._listing(to),
-            adapters.only_one(adapter, self.adapter_argument, "collect"),
+            adapter_alone(adapter, self.adapter_argument, "collect"),
         )
         try:
             return self._finish(self._collect(collection, progress))
@@ -553,7 +556,7 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("estimate")
         adapter, params = self.adapter_in(params)
-        adapter = adapters.only_one(adapter, self.adapter_argument, "estimate")
+        adapter = adapter_alone(adapter, self.adapter_argument, "estimate")
         sampled = sampling(params, 1, self._generation)
         listing = None if to is None else self._listing(to)
         collection = Collection(
@@ -612,7 +615,7 @@ class TraceModel(Sizes):
         asked = Asked.of(site, layer, when, batch_size, buffer_rows, shuffle, seed, with_context)
         adapter, params = self.adapter_in(params)
         sampled = sampling(params, 1, self._generation)
-        if adapters.only_one(adapter, self.adapter_argument, "activations") is not None:
+        if adapter_alone(adapter, self.adapter_argument, "activations") is not None:
             sampled[str(self.adapter_argument)] = adapter
         for capture in (Plan.of(plan) + self.plan).captures:
             if any(

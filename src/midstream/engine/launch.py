@@ -403,8 +403,9 @@ def wake_waiting_callers(llm: Any) -> None:
 
 def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapters: Sequence[Any]) -> list[str]:
     """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
+    given = {"lora_request": adapters} if any(adapters) else {}
     with translated_errors(llm):
-        return [users_id(name) for name in llm.enqueue(prompts, params, lora_request=adapters, use_tqdm=False)]
+        return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False, **given)]
 
 
 def step(llm: Any) -> list[Any]:

@@ -22,13 +22,12 @@ from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
 from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
-from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors, finish_cleanup
+from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
 from midstream.sweeps.running import SweepTurns
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
-from midstream.vllm.adapters import LoadedAdapters
 from midstream.vllm.captures import RowReceiver
 from midstream.vllm.stepping import Stepper
 
