@@ -74,6 +74,23 @@ def test_adapters_that_vllm_would_mix_up_are_refused():
     on_a_server.check([red, adapter("blue", 1)])  # vLLM's front end has numbered them
 
 
+def test_calls_at_one_time_load_an_adapter_once_and_no_other_of_its_number():
+    loaded = []
+
+    async def load(given):
+        await asyncio.sleep(0)
+        loaded.append(given.lora_name)
+
+    async def run():
+        known = LoadedAdapters(load)
+        each = [adapter("red", 1), adapter("red", 1), adapter("blue", 1)]
+        return await asyncio.gather(*(known.load([one]) for one in each), return_exceptions=True)
+
+    first, second, other = asyncio.run(run())
+    assert first is None and second is None and isinstance(other, ParameterError)
+    assert loaded == ["red"]
+
+
 def test_an_adapter_that_failed_to_load_is_loaded_again():
     async def load(given):
         raise ParameterError("no")

@@ -181,9 +181,7 @@ class _Search:
         for _, kind, call in sorted(moments, key=lambda moment: moment[0]):
             if (call.path, kind) not in self.layouts:
                 self._look(kind, call)
-                if (
-                    unwrapped(call.module) is not call.module
-                ):  # the forward never calls the layer inside, but a trace may
+                if unwrapped(call.module) is not call.module:  # a trace may call the layer inside; the forward does not
                     self.layouts[f"{call.path}.base_layer", kind] = self.layouts[call.path, kind]
         self.layouts = {place: leaves for place, leaves in self.layouts.items() if leaves}
         return self

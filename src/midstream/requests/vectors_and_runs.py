@@ -357,6 +357,7 @@ class LoadedAdapters:
     def __init__(self, load: Callable[[Any], Awaitable[None]] | None) -> None:
         self._load = load
         self._loaded: dict[int, tuple[str, str]] = {}  # number -> name and path
+        self._loading = asyncio.Lock()
 
     def check(self, adapters: Iterable[Any]) -> None:
         """Raise ParameterError if vLLM would take one of the adapters for another of them, or for one that is loaded."""
@@ -387,10 +388,13 @@ class LoadedAdapters:
                 )
 
     async def load(self, adapters: Iterable[Any]) -> None:
-        """Load the adapters that the engine has not loaded yet. Raises ParameterError for one that it cannot load."""
-        if self._load is None:
+        """Load the adapters that the engine has not loaded yet. Raises ParameterError for one that it cannot load, and as `check` does."""
+        chosen = [adapter for adapter in adapters if adapter is not None]
+        if self._load is None or not chosen:
             return
-        for adapter in adapters:
-            if adapter is not None and adapter.lora_int_id not in self._loaded:
-                await self._load(adapter)
-                self._loaded[adapter.lora_int_id] = adapter.lora_name, adapter.lora_path
+        async with self._loading:
+            self.check(chosen)  # another call may have loaded one meanwhile
+            for adapter in chosen:
+                if adapter.lora_int_id not in self._loaded:
+                    await self._load(adapter)
+                    self._loaded[adapter.lora_int_id] = adapter.lora_name, adapter.lora_path
