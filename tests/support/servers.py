@@ -117,20 +117,27 @@ def _read(body: bytes) -> Any:
 
 @contextlib.contextmanager
 def serving(
-    directory: Path, *flags: str, stock: bool = True, is_forked: bool = True, **environment: str
+    directory: Path,
+    *flags: str,
+    stock: bool = True,
+    is_forked: bool = True,
+    model: Path | None = None,
+    **environment: str,
 ) -> Iterator[Server]:
     """A server that is up. Its log lies in the directory.
 
     `stock`: vLLM's own program with midstream's worker and scheduler, and without its routes; else `midstream serve`.
     `is_forked`: the engine is forked from the server, which starts in half the time; else as users have it.
+    `model`: the bundled one if None.
     """
+    model = demo_model() if model is None else model
     if stock:
         own = engine_arguments()
-        start = ["vllm.entrypoints.openai.api_server", "--model", str(demo_model())]
+        start = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
         start += ["--worker-cls", own["worker_cls"], "--scheduler-cls", own["scheduler_cls"]]
         start += ["--additional-config", json.dumps(own["additional_config"])]
     else:
-        start = ["midstream.cli", "serve", str(demo_model())]
+        start = ["midstream.cli", "serve", str(model)]
     program = ["-c", _FORKED] if is_forked else ["-m"]
     port = _free_port()
     with _running(directory, port, [*program, *start, *_flags(port), *flags], environment) as server:

@@ -460,9 +460,15 @@ def _head_dim(module: Any, config: Any) -> int | None:
 # The kinds of modules, by their classes.
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The layer inside a layer with adapters (vLLM's LoRA classes); other modules themselves."""
+    inner = module._modules.get("base_layer") if type(module).__name__.endswith("LoRA") else None
+    return module if inner is None else inner
+
+
 def is_a(module: nn.Module, *names: str) -> bool:
-    """Whether the module's class or a base class has one of these names."""
-    return any(cls.__name__ in names for cls in type(module).__mro__)
+    """Whether the module's class or a base class has one of these names. A layer with adapters is what it is without."""
+    return any(cls.__name__ in names for cls in type(unwrapped(module)).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -74,6 +74,7 @@ class Collection:
         to: the same; None for an estimate of all prompts.
         params: sampling parameters, including `max_tokens`.
         listing: of the directory, from an earlier call; None reads all of its index.
+        adapter: of all prompts, as of `Invoke`.
 
     Attributes:
         names: the id of each prompt, once `parts` has been called.
@@ -93,8 +94,9 @@ class Collection:
         limit_bytes: int | None = None,
         skip_special_tokens: bool = False,
         listing: Listing | None = None,
+        adapter: Any = None,
     ) -> None:
-        self._prompts, self._params = prompts, dict(params)
+        self._prompts, self._params, self._adapter = prompts, dict(params), adapter
         self.directory = Path(os.devnull if to is None else to).expanduser()  # an estimate needs none
         self._listing = listing or Listing(self.directory)
         self._sink: str | Consumer = str(self.directory)
@@ -204,7 +206,8 @@ class Collection:
         params = json.dumps(self._params, sort_keys=True, default=str) if self._has_generated else ""
         special = f" without the tokens {self._special(model)}" if self._skips_special else ""
         plan_hash = plan.normal(facts.num_layers).hash
-        return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}{special}".encode()))
+        adapted = "" if self._adapter is None else f" with the adapter {model.name_of_adapter(self._adapter)}"
+        return Collected("", f"{name} ({facts.dtype}){adapted}", digest(f"{plan_hash} {params}{special}".encode()))
 
     def _special(self, model: Any) -> list[int]:
         """The tokens that `skip_special_tokens` leaves out: those that `tokenizer.decode(skip_special_tokens=True)` does."""
@@ -285,7 +288,9 @@ class Collection:
             sizes.append(known[alike])
             given: Any = prompt if by_text else np.array(ids, np.int32)
             of_prompt = Collected(name, collected.model, collected.plan)
-            invokes.append(Invoke(given, None, self._params, plans[left_out][0], collected=of_prompt))
+            invokes.append(
+                Invoke(given, None, self._params, plans[left_out][0], collected=of_prompt, adapter=self._adapter)
+            )
         return invokes, np.array(sizes, np.int64).reshape(-1, 2)
 
     def _own(self, left_out: tuple[int, ...], prompt: Prompt, ids: Sequence[int], planner: Planner) -> Plan:

@@ -27,11 +27,15 @@ from midstream.plan.selections import Selector
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import (
+    AdapterArgument,
     Answers,
     Invoke,
     InvokeResult,
     Planner,
     RecordAs,
+    adapter_alone,
+    adapter_in,
+    adapters_of,
     answers_of,
     plans_of,
     raise_failures,
@@ -160,6 +164,7 @@ class TraceModel(Sizes):
     has_engine = True  # whether an engine schedules its requests
     _has_logprobs = True  # whether it takes logprobs=
     _ships = False  # whether traces run in another process, on copies of their variables
+    adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
 
     def close(self) -> None:
         """Close the model. Called at the end of `with model:`."""
@@ -232,6 +237,28 @@ class TraceModel(Sizes):
         recorded = {key: with_programs(plan, self.facts) for key, plan in plans.items()}
         return [replace(invoke, plan=recorded.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
 
+    def adapter_in(self, params: Mapping[str, Any], default: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The adapter or the list of adapters among a call's parameters, checked, and the other parameters. Raises ParameterError."""
+        found, rest = adapter_in(params, self.adapter_argument, default)
+        for each in found if isinstance(found, (list, tuple)) else [found]:
+            if each is not None:
+                self._check_adapter(each)
+        return found, rest
+
+    def adapters_of(self, given: Any, prompts: int) -> Sequence[Any]:
+        """The adapter of each prompt, of the value that `adapter_in` returns. Raises ParameterError."""
+        return adapters_of(given, self.adapter_argument, prompts)
+
+    def _check_adapter(self, adapter: Any) -> None:
+        """Raise ParameterError for a value that is no adapter, or that this model cannot run."""
+
+    def _adapter_alone(self, given: Mapping[str, Any], call: str) -> Any:
+        """The adapter of a call that runs all prompts with one, and takes no parameters. Raises ParameterError, TypeError."""
+        adapter, rest = self.adapter_in(given)
+        if rest:
+            raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(rest))!r}")
+        return adapter_alone(adapter, self.adapter_argument, call)
+
     async def _results(self, running: OutputStream) -> list[InvokeResult]:
         """The results of requests. Raises their errors."""
         results = await running.gathered()
@@ -291,7 +318,8 @@ class TraceModel(Sizes):
                 always run.
             trace: False returns the output, without a with-statement; for a list of prompts, a list of outputs.
             progress: as in `generate`.
-            params: sampling parameters: `max_tokens` (default 1), `temperature` and so on. Decoding is greedy unless `temperature`,
+            params: the adapter, as in `generate`; and sampling parameters: `max_tokens` (default 1), `temperature` and so on. Decoding is
+                greedy unless `temperature`,
                 `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel` also
                 `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single forward.
 
@@ -338,6 +366,7 @@ class TraceModel(Sizes):
         _refuse_in_trace("run")
         prompts, single = prompts_of(prompt)
         program, plans = FunctionProgram(fn), plans_of(plan, len(prompts), single)
+        adapter, params = self.adapter_in(params)
         if any(None in capture.sinks for each in plans for capture in each.captures):
             raise PlanError(
                 "run returns what its function returns, without captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
@@ -345,8 +374,8 @@ class TraceModel(Sizes):
             )
         chosen = self.chosen_edits(edits)
         invokes = [
-            Invoke(p, program, sampling(params, 1, self._generation), q, edits=chosen, is_streamed=False)
-            for p, q in zip(prompts, plans, strict=True)
+            Invoke(p, program, sampling(params, 1, self._generation), q, edits=chosen, is_streamed=False, adapter=own)
+            for p, q, own in zip(prompts, plans, self.adapters_of(adapter, len(prompts)), strict=True)
         ]
         return self._finish(self._returned(invokes, self._run_with_bar(invokes, progress=progress), single))
 
@@ -386,7 +415,9 @@ class TraceModel(Sizes):
             edits: as in `trace`.
             progress: whether to show a progress bar of the requests, if there are several. None uses the model's own `progress`; if that is
                 None, too, a terminal or a notebook shows the bar after two seconds.
-            params: sampling parameters; `max_tokens` defaults to 16.
+            params: sampling parameters; `max_tokens` defaults to 16. On `VLLM`, `lora_request=` has vLLM's `LoRARequest`; on `Remote`,
+                `model=` has the server's name of an adapter. Either may be a list with one for each prompt, and None for a prompt that runs
+                without an adapter.
 
         Returns:
             A list of outputs, one for each prompt. With `mode="async"`, a stream: await it for the list, or iterate over the outputs as
@@ -395,6 +426,7 @@ class TraceModel(Sizes):
         Raises:
             PlanError: the model cannot carry out a plan on its prompt. Nothing has been run.
             PromptError: an answer is not one token. Nothing has been run.
+            ParameterError: a parameter is invalid, or the engine cannot load an adapter. Nothing has been run.
             CaptureError: some captured rows did not arrive at their destination. `outputs` has the outputs of all prompts.
         """
         _refuse_in_trace("generate")
@@ -404,10 +436,12 @@ class TraceModel(Sizes):
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits), progress)  # type: ignore[arg-type]
         each, single = prompts_of(prompts)
+        adapter, params = self.adapter_in(params)
         plans, params = plans_of(plan, len(each), single), sampling(params, 16, self._generation)
         asked = self._answers(answers, len(each), params)
         chosen = self.chosen_edits(edits)
-        invokes = [Invoke(p, None, params, q, a, edits=chosen) for p, q, a in zip(each, plans, asked, strict=True)]
+        own = zip(each, plans, asked, self.adapters_of(adapter, len(each)), strict=True)
+        invokes = [Invoke(p, None, params, q, a, edits=chosen, adapter=b) for p, q, a, b in own]
         running = self._run_with_bar(invokes, progress=progress)
         if self._is_async:
             return running
@@ -444,7 +478,8 @@ class TraceModel(Sizes):
                 `tokenizer.decode(skip_special_tokens=True)` leaves out. The rows of generated tokens stay.
             progress: as in `generate`. The bar counts the prompts that the directory lacks, and shows rows and bytes per second. Rows of
                 generated tokens count as for `limit_bytes`.
-            params: sampling parameters; `max_tokens` defaults to 1.
+            params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts: a directory contains
+                captures of one adapter.
 
         Returns:
             The captures of these prompts by id, in the order of the prompts. `open_captures(to)` has those of all calls. Awaitable with
@@ -457,6 +492,7 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
+        adapter, params = self.adapter_in(params)
         sampled = sampling(params, 1, self._generation)
         collection = Collection(
             prompts_of(prompts)[0],
@@ -468,6 +504,7 @@ class TraceModel(Sizes):
             limit_bytes,
             skip_special_tokens,
             self._listing(to),
+            adapter_alone(adapter, self.adapter_argument, "collect"),
         )
         try:
             return self._finish(self._collect(collection, progress))
@@ -518,10 +555,12 @@ class TraceModel(Sizes):
             CaptureError, PlanError, PromptError, ParameterError: as `collect` does before it runs anything.
         """
         _refuse_in_trace("estimate")
+        adapter, params = self.adapter_in(params)
+        adapter = adapter_alone(adapter, self.adapter_argument, "estimate")
         sampled = sampling(params, 1, self._generation)
         listing = None if to is None else self._listing(to)
         collection = Collection(
-            prompts_of(prompts)[0], plan, to, ids, sampled, None, None, skip_special_tokens, listing
+            prompts_of(prompts)[0], plan, to, ids, sampled, None, None, skip_special_tokens, listing, adapter
         )
         return self._finish(self._estimate(collection))
 
@@ -564,7 +603,7 @@ class TraceModel(Sizes):
             plan: interventions for all prompts beside the captures.
             dtype: of the batches; None for the model's.
             buffer_rows: rows that are mixed with each other: 16 batches if None. Twice as many are in memory.
-            params: sampling parameters; `max_tokens` defaults to 1.
+            params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts.
 
         Raises:
             PlanError, ParameterError: an argument is not allowed. Errors of prompts come with the batches.
@@ -574,7 +613,10 @@ class TraceModel(Sizes):
                 "activations is for models with mode='sync': its batches are waited for without an event loop."
             )
         asked = Asked.of(site, layer, when, batch_size, buffer_rows, shuffle, seed, with_context)
+        adapter, params = self.adapter_in(params)
         sampled = sampling(params, 1, self._generation)
+        if adapter_alone(adapter, self.adapter_argument, "activations") is not None:
+            sampled[str(self.adapter_argument)] = adapter
         for capture in (Plan.of(plan) + self.plan).captures:
             if any(
                 capture.site == name and number in capture.layers_in(self.facts.num_layers)
@@ -617,6 +659,7 @@ class TraceModel(Sizes):
         layers: Any = "all",
         positions: Any = "all_prompt",
         name: str | None = None,
+        **adapter: Any,
     ) -> RecordedRun:
         """Run a prompt and keep its activations where the model runs, as sources of `Patch`.
 
@@ -625,17 +668,28 @@ class TraceModel(Sizes):
         Args:
             sites: such as `["resid_post"]`; `layers` and `positions` are as in `Capture`, with positions of the prompt.
             name: of the run, which replaces an older run of that name. If None, "run-1" and so on.
+            adapter: `lora_request=` on `VLLM`, `model=` on `Remote`, as in `generate`. Any request may use the run, also one with another
+                adapter or without one.
 
         Returns:
             A handle. Awaitable with `mode="async"`.
 
         Raises:
             PlanError: there is no such site, layer or position, or no room for the run.
+            ParameterError: the adapter is not one, or cannot be loaded.
         """
-        return self.recording_for("", prompt, sites, layers, positions, name)  # type: ignore[no-any-return]
+        own = self._adapter_alone(adapter, "record")
+        return self.recording_for("", prompt, sites, layers, positions, name, own)  # type: ignore[no-any-return]
 
     def recording_for(
-        self, owner: str, prompt: Prompt, sites: str | Sequence[str], layers: Any, positions: Any, name: str | None
+        self,
+        owner: str,
+        prompt: Prompt,
+        sites: str | Sequence[str],
+        layers: Any,
+        positions: Any,
+        name: str | None,
+        adapter: Any = None,
     ) -> Any:
         """As `record`, for another owner, to whom the run's bytes are charged: see `runtime.store.RunStore`."""
         words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
@@ -648,15 +702,22 @@ class TraceModel(Sizes):
         each = [sites] if isinstance(sites, str) else list(sites)
         if not each:
             raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
-        return self._finish(self._recording(prompt, each, layers, positions, name, owner))
+        return self._finish(self._recording(prompt, each, layers, positions, name, owner, adapter))
 
     def _recording(
-        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
+        self,
+        prompt: Prompt,
+        sites: list[str],
+        layers: Any,
+        positions: Any,
+        name: str | None,
+        owner: str = "",
+        adapter: Any = None,
     ) -> Coroutine[Any, Any, RecordedRun]:
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         name = self.runs.new_name() if name is None else fields.name("name", name)
         record = uuid.uuid4().hex, name, owner
-        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record)
+        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record, adapter=adapter)
         return self._recorded(self._run([invoke]), record)
 
     async def _recorded(self, running: OutputStream, record: RecordAs) -> RecordedRun:
@@ -684,6 +745,7 @@ class TraceModel(Sizes):
         stream: bool = False,
         to: str | Path | None = None,
         progress: bool | None = None,
+        **adapter: Any,
     ) -> Any:
         """Patch one prompt from the run of another, at each layer and position in turn, and grade the answer each time.
 
@@ -717,6 +779,7 @@ class TraceModel(Sizes):
             stream: return the running sweep, and iterate over its cells as they arrive.
             to: a directory to write the cells to as they arrive. The same call continues an interrupted sweep.
             progress: whether to show a progress bar of the cells, as in `generate`.
+            adapter: `lora_request=` on `VLLM`, `model=` on `Remote`: one adapter, with which all requests of the sweep run.
 
         Returns:
             A `SweepResult`. With `mode="async"` await it. With `stream=True`, a `SweepStream`.
@@ -728,15 +791,18 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("sweep")
         asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
-        sweeping = self._sweeping(clean, corrupt, answer, foil, asked, to)
+        own = self._adapter_alone(adapter, "sweep")
+        sweeping = self._sweeping(clean, corrupt, answer, foil, asked, to, own)
         running = SweepStream(
             sweeping, None if self._is_async else self._finish, partial(self._bar, progress, unit="cell")
         )
         return running if stream or self._is_async else running.run()
 
-    def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
+    def _sweeping(
+        self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
+    ) -> Any:
         """The object that runs a sweep."""
-        return SweepRun(self, clean, corrupt, answer, foil, asked, to)
+        return SweepRun(self, clean, corrupt, answer, foil, asked, to, adapter)
 
     def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:
         """`with model.edit() as edited:` makes a view of the model. The block runs in each step of the view's requests.

@@ -151,8 +151,9 @@ class Tracer(BlockContext):
         self._model, self._progress = model, progress
         self._edits = edits
         self._prompt = prompt
-        self._params, self._max_tokens = params, max_tokens
-        sampling(params, max_tokens)  # raises for an invalid parameter
+        self._adapter, self._params = model.adapter_in(params)
+        self._max_tokens = max_tokens
+        sampling(self._params, max_tokens)  # raises for an invalid parameter
         self._plan = Plan.of(plan)
         self._saved: dict[int, Any] = {}
         self._collecting = False
@@ -189,7 +190,7 @@ class Tracer(BlockContext):
         Args:
             prompt: as in `trace`. None runs the block on the whole batch, on `LanguageModel`.
             plan, edits: for this request, replacing the trace's.
-            params: sampling parameters of this request; the trace's are the defaults.
+            params: sampling parameters and the adapter of this request; the trace's are the defaults.
         """
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
@@ -201,17 +202,18 @@ class Tracer(BlockContext):
             )
         own = self._plan if plan is None else Plan.of(plan)
         chosen = self._edits if edits is None else self._model.chosen_edits(edits)
+        adapter, params = self._model.adapter_in(params, self._adapter)
         params = sampling({**self._params, **params}, self._max_tokens, self._model._generation)
-        return InvokeContext(self, Invoke(prompt, None, params, own, edits=chosen))
+        return InvokeContext(self, Invoke(prompt, None, params, own, edits=chosen, adapter=adapter))
 
     def add(self, invoke: Invoke, block: Block) -> None:
         """Add an invoke with its block; on an engine, one for each of its prompts."""
         prompts = [None] if invoke.prompt is None else prompts_of(invoke.prompt)[0]
         if len(prompts) == 1 or not self._model._ships:
             prompts = [prompts[0] if len(prompts) == 1 else prompts]
-        for prompt in prompts:
+        for prompt, adapter in zip(prompts, self._model.adapters_of(invoke.adapter, len(prompts)), strict=True):
             own = block if len(prompts) == 1 else replace(block)
-            self.invokes.append(replace(invoke, prompt=prompt, program=self.program_of(own)))
+            self.invokes.append(replace(invoke, prompt=prompt, program=self.program_of(own), adapter=adapter))
 
     def barrier(self, parties: int) -> Barrier:
         """A point where `parties` invokes wait for each other. Call it in each of them."""
@@ -239,7 +241,8 @@ class Tracer(BlockContext):
         outer: dict[str, Any] = {}
         if self._prompt is not None:
             params = sampling(self._params, self._max_tokens, self._model._generation)
-            self.add(Invoke(self._prompt, None, params, self._plan, edits=self._edits), block)
+            invoke = Invoke(self._prompt, None, params, self._plan, edits=self._edits, adapter=self._adapter)
+            self.add(invoke, block)
         else:
             outer = self._collect(block)
             self._outer = frozenset(outer)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
@@ -336,6 +336,36 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         )
 
 
+def check_adapter(config: Any, adapter: Any) -> None:
+    """Raise ParameterError for a value that is no LoRARequest, or that this engine cannot run."""
+    from vllm.lora.request import LoRARequest
+
+    if not isinstance(adapter, LoRARequest):
+        text = f"lora_request is {adapter!r}. Allowed: vllm.lora.request.LoRARequest(name, number, path), None, or a list of these."
+        raise ParameterError(text, field="lora_request")
+    if config.lora_config is None:
+        text = "lora_request: this engine takes no adapters. Start it with enable_lora=True, and max_lora_rank as large as the adapter's."
+        raise ParameterError(text, field="lora_request")
+
+
+def check_adapters_fit_one_step(config: Any, adapters: Iterable[Any]) -> None:
+    """Raise ParameterError for requests that must be in the same steps, if these are their adapters and no step takes so many."""
+    numbers = {adapter.lora_int_id for adapter in adapters if adapter is not None}
+    if numbers and len(numbers) > (most := config.lora_config.max_loras):
+        raise ParameterError(
+            f"lora_request: invokes that wait for each other run in the same step, and these have {len(numbers)} adapters; a step takes "
+            f"{most}. Start the engine with a larger max_loras.",
+            field="lora_request",
+        )
+
+
+def may_load_adapters() -> bool:
+    """Whether vLLM's server looks for adapters that requests name and that it has not loaded."""
+    import vllm.envs as envs
+
+    return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
+
+
 def call_workers(engine: Any, method: str, *args: Any) -> Any:
     """Call a method of each worker. Returns the list of their results, or an awaitable of it on an `AsyncLLM`.
 
@@ -371,10 +401,11 @@ def wake_waiting_callers(llm: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[str]:
+def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapters: Sequence[Any]) -> list[str]:
     """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
+    given = {"lora_request": adapters} if any(adapters) else {}
     with translated_errors(llm):
-        return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False)] if prompts else []
+        return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False, **given)]
 
 
 def step(llm: Any) -> list[Any]:

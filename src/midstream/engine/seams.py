@@ -34,6 +34,7 @@ class Role(Enum):
     SERVER = "server"  # a front end that takes them over HTTP
     SCHEDULER = "scheduler"
     WORKER = "worker"
+    CPU_ADAPTERS = "worker with adapters on the CPU"
     V2_WORKER = "V2 worker"  # a worker with vLLM's V2 model runner
 
 
@@ -121,7 +122,7 @@ _FRONT_END = (
     Seam("vllm.LLM", CALLS, "midstream.engine.launch.start_engine",
          "The offline engine.",
          members="__init__(model, **rest); "
-                 "enqueue(prompts, sampling_params, *, use_tqdm); collective_rpc(method, *, args); llm_engine"),
+                 "enqueue(prompts, sampling_params, *, lora_request, use_tqdm); collective_rpc(method, *, args); llm_engine"),
     Seam("vllm.v1.engine.llm_engine.LLMEngine", CALLS, "midstream.engine.launch.step",
          "Steps and aborts requests, and reaches the configuration and the engine core's client.",
          members="step(); abort_request(request_ids); engine_core; vllm_config"),
@@ -132,7 +133,8 @@ _FRONT_END = (
          members="from_new_request(tokenizer, request); update(new_token_ids, stop_terminated)"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start_engine",
          "The online engine.",
-         members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id); collective_rpc(method, *, args); "
+         members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id, *, lora_request); "
+                 "collective_rpc(method, *, args); "
                  "shutdown(*, timeout); vllm_config"),
     Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start_engine",
          "Takes midstream's worker, scheduler and settings.", members="worker_cls; scheduler_cls; additional_config"),
@@ -380,6 +382,42 @@ _WORKER = (
          "A layer's KV cache, which midstream clears where vLLM does not.", members="kv_cache"),
 )
 
+_ADAPTERS = (
+    *(
+        Seam(f"vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.{method}", REPLACES, "midstream.engine.adapters.skipping_rows",
+             "On the CPU: vLLM adds the last adapter to rows that have none; this leaves them as they are.", signature="(y, x, **rest)",
+             role=Role.CPU_ADAPTERS, seen="0.32")
+        for method in ("add_shrink", "add_lora_embedding", "add_lora_logits")
+    ),
+    Seam("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU", READS, "midstream.engine.adapters.skipping_rows",
+         "The adapter of each row; -1 for none.", members="token_lora_indices; sampler_indices", seen="0.32"),
+    Seam("vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin", READS, "midstream.engine.worker.Worker._attach",
+         "The adapters of a worker.", members="lora_manager", seen="0.32"),
+    Seam("vllm.lora.worker_manager.WorkerLoRAManager", READS, "midstream.engine.worker.Worker._attach",
+         "The adapters of a worker.", members="_adapter_manager", seen="0.32"),
+    Seam("vllm.lora.model_manager.LoRAModelManager", CALLS, "midstream.engine.adapters.Adapters",
+         "While a trace calls a layer: the rows of the call have the adapter of the trace's request.",
+         members="set_adapter_mapping(mapping); _last_mapping", seen="0.32"),
+    Seam("vllm.lora.layers.utils.LoRAMapping", CALLS, "midstream.engine.adapters.Adapters",
+         "Says which adapter each row has.", members="index_mapping; prompt_mapping; is_prefill", seen="0.32"),
+    Seam("vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA", READS, "midstream.arch.blocks.unwrapped",
+         "A layer with adapters, around the layer without.", members="base_layer", seen="0.32"),
+    Seam("vllm.lora.request.LoRARequest", READS, "midstream.engine.launch.check_adapter",
+         "An adapter: its name, its number and its place.", members="lora_name; lora_int_id; lora_path; load_inplace", seen="0.32"),
+    Seam("vllm.v1.worker.gpu_worker.Worker", CALLS, "midstream.engine.worker.Worker.midstream_load_adapter",
+         "Loads an adapter before its first request: one that cannot be loaded would end the engine.", members="add_lora(lora_request)",
+         seen="0.32"),
+    Seam("vllm.entrypoints.openai.models.serving.OpenAIServingModels", CALLS, "midstream.serve.requests.adapter_of",
+         "The adapters of a server by name.", members="is_base_model(model_name); resolve_lora(lora_name); lora_requests; base_model_paths",
+         seen="0.32"),
+    Seam("vllm.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING", READS, "midstream.engine.launch.may_load_adapters",
+         "Whether a server looks for adapters that it has not loaded.", seen="0.32"),
+    Seam("vllm.config.LoRAConfig", READS, "midstream.engine.launch.check_adapters_fit_one_step",
+         "How many adapters a step takes.", members="max_loras", seen="0.32"),
+    Seam("vllm.v1.core.sched.output.NewRequestData", READS, "midstream.engine.worker.Worker._schedule",
+         "A request's adapter.", members="lora_request", seen="0.32"),
+)
+
 _V1_RUNNER = (
     Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner._determine_batch_execution_and_padding", REPLACES,
          "midstream.engine.runners.V1Runner.connect",
@@ -476,5 +514,5 @@ _V2_RUNNER = (
          "The batch and the rows at the forward's end.", members="input_batch; hidden_states", seen=_V2),
 )
 
-SEAMS = (*_FRONT_END, *_SERVER, *_CONFIG, *_SCHEDULER, *_WORKER, *_V1_RUNNER, *_V2_RUNNER)
+SEAMS = (*_FRONT_END, *_SERVER, *_CONFIG, *_SCHEDULER, *_WORKER, *_ADAPTERS, *_V1_RUNNER, *_V2_RUNNER)
 # fmt: on

@@ -10,6 +10,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import vllm.envs as envs
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
@@ -23,6 +24,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
 from midstream.arch.aliases import Aliases
+from midstream.engine.adapters import Adapters
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
 from midstream.engine.plugin import apply_replacements, follow_parent, raise_if_ending
@@ -133,6 +135,7 @@ class Worker(PlatformWorker):
 
     _stages: Stages | None = None  # the pipeline of which this worker is a stage, if there is one
     _tensor_ranks: TensorParallel | None = None  # the ranks that share each layer with this worker, if there are any
+    _adapters: Adapters | None = None  # of the traced requests, if the engine takes adapters
     _is_awake = False  # whether a request with a trace or a plan is alive
     _rows: FiniteCheck | None = None  # of the current step, if a request in it has edits or a trace
     _scores: Callable[[], StepResults] | None = None  # of the current step, if a request in it has probes
@@ -140,6 +143,8 @@ class Worker(PlatformWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
         apply_replacements(Role.WORKER)
+        if self.vllm_config.lora_config is not None and current_platform.is_cpu():
+            apply_replacements(Role.CPU_ADAPTERS)
         follow_parent()
         super().load_model(*args, **kwargs)
         self._attach()
@@ -173,6 +178,8 @@ class Worker(PlatformWorker):
         self._free_sites = sorted(
             {point[0] for point in points if not (several and arch.shard_of(arch.bindings[point]))}
         )
+        if config.lora_config is not None:
+            self._adapters = Adapters(self.model_runner.lora_manager._adapter_manager)
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
         self._has_built_in = any(exchange_in(pipeline)(bool(built_in)))  # the stages agree on the size of a graph
@@ -206,7 +213,10 @@ class Worker(PlatformWorker):
         envoy = ModelEnvoy(model, model_arch, interleaver, unembed, lambda: self._tokenizer)
         reports = Reports(get_pp_group().rank_in_group, sends=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
-        return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages, self._ends_text)
+        calling = self._adapters.calling if self._adapters is not None else None
+        return TraceHost(
+            envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages, self._ends_text, calling
+        )
 
     def _ends_text(self, sampling: Any, prompt: Sequence[int]) -> Callable[[int], bool]:
         """A function that tells for each generated token whether a stop string will end the text there in vLLM's front end."""
@@ -338,6 +348,8 @@ class Worker(PlatformWorker):
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
             raise_if_ending()  # a body may have swallowed the SystemExit in a step without tokens
+            if self._adapters is not None:
+                self._adapters.end()
             self._runner.prepare(Watch.NOTHING)
             return super().execute_model(scheduler_output)
         off_graph = self._schedule(scheduler_output)
@@ -403,7 +415,11 @@ class Worker(PlatformWorker):
         computed |= {r.req_id: r.num_computed_tokens for r in new}
         scheduled = scheduler_output.num_scheduled_tokens
         finished = set(scheduler_output.finished_req_ids)
+        if self._adapters is not None:
+            self._adapters.begin({r.req_id: r.lora_request.lora_int_id for r in new if r.lora_request and is_ours(r)})
         self.midstream.schedule(begun, scheduled.keys(), finished, computed)
+        if self._adapters is not None:
+            self._adapters.end(finished)
         ends = getattr(scheduler_output, "midstream_finished", {})
         off_graph = self.plans.schedule(begun, scheduled, {name: ends.get(name) for name in finished}, computed)
         self.plans.remember_step(scheduler_output, may_repeat=not (self.midstream.step_is_traced or off_graph))
@@ -513,6 +529,19 @@ class Worker(PlatformWorker):
 
     def midstream_delete_vectors(self, names: Sequence[str]) -> None:
         self.plans.vectors.delete(names)
+
+    def midstream_load_adapter(self, adapter: bytes) -> str | None:
+        """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails.
+
+        After an error of several workers, vLLM takes the answers of one call for those of the next (0.32).
+        """
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self.add_lora(msgspec.msgpack.decode(adapter, type=LoRARequest))
+        except Exception as error:
+            return f"{error}"
+        return None
 
     def midstream_list_vectors(self) -> dict[str, tuple[int, str]]:
         """name -> (width, digest)."""

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midstream.arch.blocks import is_a, is_linear
+from midstream.arch.blocks import is_a, is_linear, unwrapped
 from midstream.arch.detect import ShardFinder
 from midstream.arch.probe import Leaf, ModuleCall, Plant, Probe
 from midstream.errors import DivergedError, MidstreamError
@@ -159,6 +159,7 @@ def _ramp(value: torch.Tensor) -> torch.Tensor:
 
 
 def _returns_summands(module: nn.Module) -> bool:
+    module = unwrapped(module)
     parallel = is_a(module, "RowParallelLinear", "VocabParallelEmbedding") and getattr(module, "tp_size", 1) > 1
     return parallel and not getattr(module, "reduce_results", True)
 
@@ -170,7 +171,7 @@ class _Search:
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
         self._known: list[tuple[Leaf, ShardLayout]] = []
         self._from_experts: set[bytes] = set()  # digests of experts' output
-        self._modules = {call.path: call.module for call in probe.calls}
+        self._modules = {call.path: unwrapped(call.module) for call in probe.calls}
         linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
         self._tokens = next((leaf.shape[-2] for leaf in _floating(linear.inputs) if len(leaf.shape) > 1), 0)
 
@@ -180,6 +181,8 @@ class _Search:
         for _, kind, call in sorted(moments, key=lambda moment: moment[0]):
             if (call.path, kind) not in self.layouts:
                 self._look(kind, call)
+                if unwrapped(call.module) is not call.module:  # a trace may call the layer inside; the forward does not
+                    self.layouts[f"{call.path}.base_layer", kind] = self.layouts[call.path, kind]
         self.layouts = {place: leaves for place, leaves in self.layouts.items() if leaves}
         return self
 
@@ -214,7 +217,7 @@ class _Search:
 
     def _by_class(self, kind: Kind, call: ModuleCall) -> dict[Ref, ShardLayout | None]:
         """The layouts that follow from the module's class; None for a full tensor."""
-        module, leaves = call.module, _floating(call.inputs if kind == "input" else call.returned)
+        module, leaves = unwrapped(call.module), _floating(call.inputs if kind == "input" else call.returned)
         if is_a(module, "Attention"):
             return self._attention(kind, call, leaves)
         if is_a(module, *_EXPERTS) and kind == "output":

@@ -27,8 +27,8 @@ MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
 _FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)
 
 
-class CallEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """One prompt of a call: text or token ids. `plan` is the number of its plan in the call.
+class CallEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One prompt of a call: text or token ids. `plan` is the number of its plan in the call, and `model` the name of its adapter.
 
     The server reads the Raw fields later: one by one on another thread, and only if they are not too large.
     """
@@ -37,6 +37,7 @@ class CallEntry(msgspec.Struct, forbid_unknown_fields=True):
     params: msgspec.Raw  # dict[str, Any]
     plan: int | None = None
     answers: msgspec.Raw = msgspec.Raw(b"\x90")  # list[str | int]
+    model: str | None = None
 
 
 class RemoteCall(msgspec.Struct, forbid_unknown_fields=True):

@@ -411,6 +411,7 @@ class Remote(DescribedModel):
     """
 
     _is_elsewhere = True
+    adapter_argument = "model"
 
     def __init__(
         self,
@@ -451,6 +452,17 @@ class Remote(DescribedModel):
     @property
     def _text_config(self) -> Any:
         return SimpleNamespace(**self._description["config"])
+
+    def _check_adapter(self, adapter: Any) -> None:
+        if not isinstance(adapter, str) or not adapter:
+            text = (
+                f"model is {adapter!r}. Allowed: the name that the server has for an adapter, None, or a list of these."
+            )
+            raise ParameterError(text, field="model")
+
+    def name_of_adapter(self, adapter: Any) -> str:
+        """The adapter's name, for the records of what was run with it."""
+        return str(adapter)
 
     @cached_property
     def config(self) -> Any:
@@ -502,7 +514,14 @@ class Remote(DescribedModel):
         return self
 
     async def _recording(
-        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
+        self,
+        prompt: Prompt,
+        sites: list[str],
+        layers: Any,
+        positions: Any,
+        name: str | None,
+        owner: str = "",
+        adapter: Any = None,
     ) -> RecordedRun:
         """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
         asked = {
@@ -512,6 +531,7 @@ class Remote(DescribedModel):
             "positions": _positions(positions),
             "replace": name is not None,
             **({} if name is None else {"name": name}),
+            **({} if adapter is None else {"model": adapter}),
         }
         ((name, run),) = (await self._ask("POST", "runs", json=asked)).json()["runs"].items()
         return await self.runs.add(_handle(name, run))
@@ -521,7 +541,9 @@ class Remote(DescribedModel):
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
-    def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> RemoteSweep:
+    def _sweeping(
+        self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
+    ) -> RemoteSweep:
         """Have the server run the sweep, with its engine-wide plan and without this object's."""
         if to is not None:
             raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
@@ -539,6 +561,7 @@ class Remote(DescribedModel):
             "sites": list(asked.sites),
             "positions": _sweep_positions(asked.positions),
             "metric": metric,
+            **({} if adapter is None else {"model": adapter}),
         }
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 
@@ -601,7 +624,7 @@ class Remote(DescribedModel):
             number = plans.setdefault(plan, len(plans)) if plan else None
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
             prompt, params, answers = map(as_msgpack, parts)
-            call.asked.append(CallEntry(prompt, params, number, answers))
+            call.asked.append(CallEntry(prompt, params, number, answers, invoke.adapter))
         call.plans = [as_msgpack(self._sent(plan).to_wire()) for plan in plans]
         return call, Progress(endings, [invoke.plan.probes for invoke in invokes])
 

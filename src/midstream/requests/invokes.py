@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -68,6 +68,7 @@ class Invoke:
         record: for a request of `model.record`, the run in which its captured rows are stored.
         edits: the programs of the edits that run before its own; None for all edits of the model.
         is_streamed: whether the caller can read saved values while the request runs. Only async engines use this.
+        adapter: vLLM's LoRARequest; on `Remote`, the adapter's name. None for the model without an adapter.
     """
 
     prompt: Any
@@ -80,6 +81,7 @@ class Invoke:
     record: RecordAs | None = None
     edits: Sequence[TraceProgram] | None = None
     is_streamed: bool = True
+    adapter: Any = None
 
     @property
     def block(self) -> Block | None:
@@ -322,6 +324,69 @@ def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: i
             field="answers",
         )
     return int(ids[0])
+
+
+# Adapters (LoRA): `lora_request=` on `VLLM`, `model=` on `Remote`.
+
+AdapterArgument = Literal["lora_request", "model"]
+_ADAPTERS_ELSEWHERE: dict[AdapterArgument | None, dict[str, str]] = {
+    "lora_request": {"model": "on VLLM give vLLM's LoRARequest, lora_request=LoRARequest(name, number, path)"},
+    "model": {"lora_request": "on Remote give the name that the server has for the adapter, model=NAME"},
+    None: dict.fromkeys(
+        ("lora_request", "model"),
+        "a LanguageModel has no adapters. Merge the adapter into the weights, for example by PEFT's merge_and_unload, and make a "
+        "LanguageModel of the result",
+    ),
+}
+
+
+def adapter_in(
+    params: Mapping[str, Any], argument: AdapterArgument | None, default: Any = None
+) -> tuple[Any, dict[str, Any]]:
+    """The value of a call's argument for the adapter, and the call's other parameters.
+
+    Args:
+        argument: the name that the model has for it; None if the model has no adapters.
+        default: the value if the call has none.
+
+    Raises:
+        ParameterError: the call has the argument of another kind of model.
+    """
+    rest = dict(params)
+    found = rest.pop(argument, default) if argument is not None else default
+    for name, instead in _ADAPTERS_ELSEWHERE[argument].items():
+        if rest.pop(name, None) is not None:
+            raise ParameterError(f"{name}= is not a parameter here: {instead}.", field=name)
+    return found, rest
+
+
+def adapters_of(given: Any, argument: AdapterArgument | None, prompts: int) -> Sequence[Any]:
+    """The adapter of each prompt; None for a prompt that runs without one.
+
+    Args:
+        given: one adapter for all prompts, or a list with one or None for each prompt.
+
+    Raises:
+        ParameterError: the list has another length.
+    """
+    if not isinstance(given, (list, tuple)):
+        return [given] * prompts
+    if len(given) != prompts:
+        raise ParameterError(
+            f"{argument} is a list with an adapter or None for each prompt: {len(given)} were given for {prompts}.",
+            field=argument,
+        )
+    return given
+
+
+def adapter_alone(given: Any, argument: AdapterArgument | None, what: str) -> Any:
+    """The adapter of a call that has the same one for all of its prompts. Raises ParameterError for a list."""
+    if isinstance(given, (list, tuple)):
+        raise ParameterError(
+            f"{argument} is a list, and {what} runs all prompts with one adapter. Give one, and call it once for each adapter.",
+            field=argument,
+        )
+    return given
 
 
 # Plans.

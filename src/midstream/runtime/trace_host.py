@@ -32,7 +32,7 @@ from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.code import TraceProgram
 from midstream.trace.envoy import Envoy, ModelEnvoy
-from midstream.trace.forward import LAST_POINTS
+from midstream.trace.forward import LAST_POINTS, Calling
 from midstream.trace.interleaver import BehindStep, Interleaver
 from midstream.trace.outcome import Failure, Outcome, outcome
 from midstream.trace.rows import BatchLayout, FlatRows
@@ -146,6 +146,11 @@ class TracedRequest:
 EndsText = Callable[[int], bool]
 
 
+def request_of(body: str) -> str:
+    """The id of the request that has a body of this name: see `TracedRequest`."""
+    return body.rpartition("/")[0]
+
+
 class CapturedRows(NamedTuple):
     """The rows that a step captures for one request, whose bodies run behind it.
 
@@ -172,6 +177,7 @@ class TraceHost:
         reports: sends the results.
         stages: the pipeline stages, if there are several.
         ends_text: makes `TracedRequest.ends_text`, of sampling parameters with stop strings and the prompt's token ids.
+        calling: called with a request's id and the arguments of a layer that its trace calls; see `Forward.calling`.
 
     Attributes:
         step_is_traced: whether a trace shares the step that is being prepared or run.
@@ -190,12 +196,15 @@ class TraceHost:
         reports: Reports,
         stages: Stages | None = None,
         ends_text: Callable[[Any, Sequence[int]], EndsText] = lambda sampling, prompt: lambda token: False,
+        calling: Calling | None = None,
     ) -> None:
         self._ends_text = ends_text
         self.envoy = envoy
         self.arch = arch
         self.interleaver = interleaver
         self._behind = BehindStep(envoy._module, interleaver.order, stages, interleaver.peers, interleaver.aliases)
+        if calling is not None:
+            interleaver.calling = self._behind.calling = lambda body, args: calling(request_of(body), args)
         self._behind_envoy = envoy.on(self._behind)
         self._captured: list[CapturedRows] = []  # of each request that runs behind the step
         self._stages = stages

@@ -42,6 +42,7 @@ from midstream.serve.requests import (
     SelectorOfRows,
     Server,
     SpanOfText,
+    adapter_of,
     answering_errors,
     check_quota,
     error_response,
@@ -71,7 +72,7 @@ router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 class RunToRecord(BaseModel):
     """A prompt, as text or token ids, and which of its activations to keep, as in `midstream.VLLM.record`.
 
-    With `replace`, an older run of that name and this API key is deleted.
+    With `replace`, an older run of that name and this API key is deleted. `model` names an adapter, as in OpenAI's API.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -81,6 +82,7 @@ class RunToRecord(BaseModel):
     positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText | SelectorOfRows = "all_prompt"
     replace: bool = False
     name: str | None = None
+    model: str | None = None
 
 
 # The fields of errors of the `Capture` that records a run.
@@ -272,6 +274,7 @@ async def record_run(request: Request) -> Any:
     server, model = server_of(request), server_of(request).model
     data = await receive_body(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
     run = await on_a_thread(len(data), _run_to_record, server, data)
+    adapter = await adapter_of(request, run.model)
     with about("name"):
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
     await model.runs.listing()  # forgets runs that the workers have dropped
@@ -288,7 +291,7 @@ async def record_run(request: Request) -> Any:
     check_quota("runs", len(mine | {name}), len(names | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
-        given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
+        given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name, adapter)
         # A long text takes seconds to tokenize.
         recording: Any = await on_a_thread(len(data), model.recording_for, *given)
         await recording

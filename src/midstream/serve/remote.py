@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -33,7 +34,15 @@ from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWri
 from midstream.requests.invokes import Invoke, answers_of, token_ids
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
-from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, error_response, receive_body, server_of
+from midstream.serve.requests import (
+    MAX_ANSWERS,
+    Server,
+    adapter_of,
+    answering_errors,
+    error_response,
+    receive_body,
+    server_of,
+)
 from midstream.settings import NAME, Settings
 from midstream.trace.shipping import ShippedCode, check_python
 from midstream.transport.codec import SentTensors, pack
@@ -92,7 +101,8 @@ async def generate(request: Request) -> Any:
         request, MAX_CALL_BYTES, "The call has {}. Send fewer prompts, or smaller tensors, in one call."
     )
     call = _read(server, body)
-    stream = await on_a_thread(len(body) + _PROMPT_BYTES * len(call.asked), _stream, server, call)
+    adapters = {name: await adapter_of(request, name) for name in {asked.model for asked in call.asked}}
+    stream = await on_a_thread(len(body) + _PROMPT_BYTES * len(call.asked), _stream, server, call, adapters)
     return StreamingMessages(_messages(server, stream, call))
 
 
@@ -129,13 +139,16 @@ def _check_code(server: Server, call: RemoteCall) -> None:
                 )
 
 
-def _stream(server: Server, call: RemoteCall) -> OutputStream:
-    """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
+def _stream(server: Server, call: RemoteCall, adapters: Mapping[str | None, Any]) -> OutputStream:
+    """The call's requests. `adapters`: by name. Not called on the event loop: a call may have many plans and long prompts."""
     plans = []
     for number, plan in enumerate(call.plans):
         with about(f"plans[{number}]"):
             plans.append(server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
-    invokes = [_invoke(server, asked, plans, f"asked[{number}]") for number, asked in enumerate(call.asked)]
+    invokes = [
+        replace(_invoke(server, asked, plans, f"asked[{number}]"), adapter=adapters[asked.model])
+        for number, asked in enumerate(call.asked)
+    ]
     with about("asked"):
         model = server.model
         prompts = [token_ids(invoke, lambda: model.tokenizer, model._architectures) for invoke in invokes]

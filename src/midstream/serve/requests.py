@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
+from midstream.engine.launch import may_load_adapters
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.fields import nearest
@@ -202,6 +203,26 @@ class RequestRefused(Exception):
 
     def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
         super().__init__(status, message, parameter)
+
+
+async def adapter_of(request: Request, name: str | None) -> Any:
+    """vLLM's LoRARequest of the adapter that a request names as its model; None for the model itself.
+
+    Raises RequestRefused, with status 404, for a name that the server does not have, as vLLM's routes do.
+    """
+    models = request.app.state.openai_serving_models
+    if name is None or models.is_base_model(name):
+        return None
+    if (found := models.lora_requests.get(name)) is not None:
+        return found
+    if may_load_adapters():
+        found = await models.resolve_lora(name)
+        if hasattr(found, "lora_int_id"):
+            return found
+        if found.error.code != 404:
+            raise RequestRefused(found.error.code, found.error.message, "model")
+    there = [*(base.name for base in models.base_model_paths), *models.lora_requests]
+    raise RequestRefused(404, f"The model `{name}` does not exist: {nearest(name, there)}", "model")
 
 
 def server_of(request: Request) -> Server:

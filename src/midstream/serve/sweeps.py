@@ -20,6 +20,7 @@ from midstream.serve.requests import (
     RequestRefused,
     Server,
     SpanOfText,
+    adapter_of,
     answering_errors,
     error_response,
     openapi_body,
@@ -57,7 +58,7 @@ Prompt = str | Listed[int] | Listed[ChatMessage]
 
 
 class SweepToRun(BaseModel):
-    """The arguments of `midstream.VLLM.sweep`."""
+    """The arguments of `midstream.VLLM.sweep`. `model` names an adapter, as in OpenAI's API."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     clean: Prompt | Listed[Prompt]
@@ -77,6 +78,7 @@ class SweepToRun(BaseModel):
     coarse: list[int] | None = Field(None, min_length=2, max_length=2)
     best: int = 3
     top: int = Field(0, ge=0, le=MAX_TOP)
+    model: str | None = None  # the name of an adapter
 
 
 @router.post("/sweeps", openapi_extra=openapi_body(f"/v1/{NAME}/sweeps", SweepToRun))
@@ -106,7 +108,8 @@ async def sweep(request: Request) -> Any:
     if server.sweeps.total() >= MAX_SWEEPS:
         raise RequestRefused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
     _check_size(server, asked)
-    stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
+    adapter = await adapter_of(request, asked.model)
+    stream: SweepStream = server.model.sweep(**_arguments(asked), lora_request=adapter, stream=True)
     server.sweeps[owner] += 1
 
     async def ended() -> None:
@@ -147,7 +150,7 @@ def _bytes_of(prompt: Any) -> int:
 
 
 def _arguments(asked: SweepToRun) -> dict[str, Any]:
-    given = {name: getattr(asked, name) for name in SweepToRun.model_fields}
+    given = {name: getattr(asked, name) for name in SweepToRun.model_fields if name != "model"}
     positions, coarse = given["positions"], given["coarse"]
     if isinstance(positions, list):
         positions = [read_place(place) for place in positions]

@@ -86,9 +86,17 @@ class SweepRun:
     """One call of `sweep`. See `TraceModel.sweep` for the arguments and errors."""
 
     def __init__(
-        self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
+        self,
+        model: Any,
+        clean: Any,
+        corrupt: Any,
+        answer: Any,
+        foil: Any,
+        asked: SweepRequest,
+        to: Any,
+        adapter: Any = None,
     ) -> None:
-        self._model, self.asked = model, asked
+        self._model, self.asked, self._adapter = model, asked, adapter
         with about("clean"):
             self._clean = prompts_of(clean)[0]
         with about("corrupt"):
@@ -149,9 +157,10 @@ class SweepRun:
             coarse = windows_of(grid, asked.coarse)
             fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
             cells = _count(coarse, len(pairs)) + min(fine, cells)
-        outline = Outline(
-            model.model_name, asked.metric_name, asked.direction, asked.source, pairs, grid, coarse, cells
-        )
+        name = model.model_name
+        if self._adapter is not None:
+            name = f"{name} with the adapter {model.name_of_adapter(self._adapter)}"
+        outline = Outline(name, asked.metric_name, asked.direction, asked.source, pairs, grid, coarse, cells)
         self.result = SweepResult(outline, asked.metric)
         self._check(outline)
         return outline
@@ -298,7 +307,9 @@ class SweepRun:
 
         async def record(ids: list[int]) -> RecordedRun:
             name = f"sweep-{secrets.token_hex(6)}"
-            run: RecordedRun = await self._model._recording(ids, grid.sites, layers, "all_prompt", name)
+            run: RecordedRun = await self._model._recording(
+                ids, grid.sites, layers, "all_prompt", name, adapter=self._adapter
+            )
             runs.append(run)
             await self._model.runs.lease([run.id])
             return run
@@ -345,7 +356,8 @@ class SweepRun:
         return result.output
 
     def _invoke(self, prompt: Prompt, plan: Plan, answers: Answers, **params: Any) -> Invoke:
-        return Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0, **params}, plan, answers)
+        params = {"max_tokens": 1, "temperature": 0.0, **params}
+        return Invoke(prompt, None, params, plan, answers, adapter=self._adapter)
 
     # Cells as requests.
 

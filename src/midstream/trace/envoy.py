@@ -271,10 +271,10 @@ class Envoy(CallPoints, ModuleTree):
         )
 
     def _apart(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        peers = self._forward.peers
+        peers, body = self._forward.peers, current_body().name
         if peers.several:
-            peers.agree(current_body().name, "a call apart from the forward")
-        return self._forward.apart(call, args, kwargs)
+            peers.agree(body, "a call apart from the forward")
+        return self._forward.apart(body, call, args, kwargs)
 
     def _computed(self, path: str, value: Callable[[], Any]) -> Any:
         """`value()`, which uses the module at `path`, computed on the pipeline stage that owns the module."""

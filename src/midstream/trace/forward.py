@@ -6,6 +6,7 @@ Hooks are on the model only while a trace is alive, and only at the points that 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
@@ -30,6 +31,7 @@ from midstream.tree import memory_of
 
 Order = Mapping[tuple[str, str], tuple[int, int]]
 Watcher = Callable[[Visit], None]
+Calling = Callable[[str, Any], contextlib.AbstractContextManager[None]]
 STEP_START: Key = ("", "step")
 LAST_POINTS: dict[Key, int] = {("", "logits"): 1 << 60, ("", "samples"): (1 << 60) + 1}  # -> moment
 _NEVER_PASSED = 1 << 61
@@ -54,6 +56,8 @@ class Forward:
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of the bodies that a barrier has released.
         attached: path -> names of the caller's modules there.
+        calling: called with a body's name and the arguments of a layer that the body calls; the call is made in the block that it
+            returns.
         live_storages: the memory of the tensors that traces on transformers have read in this step.
     """
 
@@ -78,6 +82,7 @@ class Forward:
         self.freed: list[str] = []
         self.aliases = aliases or Aliases()
         self.attached: dict[str, set[str]] = {}
+        self.calling: Calling = lambda body, args: contextlib.nullcontext()
         self.live_storages: set[int | None] = set()
         self._position = -1
         self._point: Key = STEP_START
@@ -130,11 +135,12 @@ class Forward:
         self.prepare(key)
         self.overrides.setdefault(key, []).append((body, value))
 
-    def apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module on a value of a trace. The points that it passes do not count."""
+    def apart(self, body: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module on a value of a body. The points that it passes do not count."""
         self.muted = True
         try:
-            return function(*args, **kwargs)
+            with self.calling(body, (args, kwargs)):
+                return function(*args, **kwargs)
         finally:
             self.muted = False
 

@@ -673,7 +673,7 @@ class _RecordedForward:
         self.stage, self.peers, self.aliases = _WholeModel(model.modules), _Applied(), model.aliases
         self.modules: dict[str, Any] = {}
 
-    def apart(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def apart(self, body: str, function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     def watch(self, body: str, key: Key, watcher: Any) -> None:

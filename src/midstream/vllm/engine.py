@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from midstream.capture.sinks import Sinks
 from midstream.engine import launch
-from midstream.errors import EngineClosedError, MidstreamError, TraceError
+from midstream.errors import EngineClosedError, MidstreamError, ParameterError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
 from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
-from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors, finish_cleanup
+from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
 from midstream.sweeps.running import SweepTurns
@@ -46,6 +48,7 @@ class EngineRequest:
         answers: the answers to grade.
         ending: makes the outcome of its trace, if the trace's code runs nowhere.
         weights: the weights that its trace and plan need in the workers, by digest.
+        adapter: its LoRARequest. A server's plain requests have theirs apart from this.
     """
 
     prompt: dict[str, Any]
@@ -56,6 +59,7 @@ class EngineRequest:
     answers: Answers
     ending: Ending | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
+    adapter: Any = None
 
 
 class EngineConnection:
@@ -71,6 +75,7 @@ class EngineConnection:
         stages: the number of pipeline stages.
         vectors, runs: the named vectors and recorded runs in the workers.
         weights: large tensors in the workers, for traces and plans.
+        adapters: the adapters that requests have named.
         receiver: receives results; None after the engine was closed.
         has_died: whether the engine is known to be dead. Calls to its workers may never return.
         sweep_turns: the turns of the sweeps on the engine.
@@ -98,6 +103,7 @@ class EngineConnection:
         self.weights = HeldWeights(
             Settings.of(self.config).weight_bytes, partial(self.call_workers, "midstream_set_weights")
         )
+        self.adapters = LoadedAdapters(self._load_adapter if is_ours else None)
         self._sending = asyncio.Lock()
         # Probes of every request whose scores are for the engine's operator, and a function that takes these and who has ended a sample.
         self.watched: Sequence[Probe] = ()
@@ -159,8 +165,9 @@ class EngineConnection:
     def generate(self, request: EngineRequest) -> AsyncGenerator[Any]:
         """vLLM's outputs of a request; on a `vllm.LLM` only the last one. Closing the generator aborts the request."""
         if self._stepper is None:
-            return self.engine.generate(request.prompt, request.params, secrets.token_hex(8))  # type: ignore[no-any-return]
-        return self._stepper.generate(request.prompt, request.params)
+            name = secrets.token_hex(8)
+            return self.engine.generate(request.prompt, request.params, name, lora_request=request.adapter)  # type: ignore[no-any-return]
+        return self._stepper.generate(request.prompt, request.params, request.adapter)
 
     def follow(self, rows: RowReceiver, box: Mailbox, pool: Executor) -> asyncio.Future[None]:
         """Take captured rows as they arrive, until all have come."""
@@ -173,6 +180,14 @@ class EngineConnection:
         """Call a method of each worker. Returns the list of their results."""
         results = launch.call_workers(self.engine, method, *args)
         return await results if self.is_async else results
+
+    async def _load_adapter(self, adapter: Any) -> None:
+        failures = await self.call_workers("midstream_load_adapter", msgspec.msgpack.encode(adapter))
+        if reason := next(filter(None, failures), None):
+            raise ParameterError(
+                f"lora_request: vLLM cannot load the adapter {adapter.lora_name!r} from {adapter.lora_path}: {reason}",
+                field="lora_request",
+            )
 
     async def start(self) -> None:
         """Connect the workers. To be called before the first request."""
@@ -239,15 +254,16 @@ class EngineConnection:
     async def ready(
         self, requests: Sequence[EngineRequest]
     ) -> AsyncIterator[list[tuple[Mailbox | None, Mailbox | None]]]:
-        """A block in which requests may run: the workers have the vectors and weights that they need, and keep their runs.
+        """A block in which requests may run: the workers have the vectors, weights and adapters that they need, and keep their runs.
 
         Yields for each request a mailbox for its trace's results and one for its captured rows. Each is None if no message will come. At
         the end of the block, rows that were not read are dropped.
 
-        Raises PlanError if the workers lack a run.
+        Raises PlanError if the workers lack a run, ParameterError if an adapter cannot be loaded.
         """
         async with AsyncExitStack() as stack:
             await self._drop_interrupted()
+            await self.adapters.load([request.adapter for request in requests])
             await self.send_vectors()
             if runs := runs_of([request.plan for request in requests]):
                 lease = asyncio.ensure_future(self.runs.lease(runs))

@@ -96,6 +96,8 @@ class VLLM(DescribedModel):
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
 
+    adapter_argument = "lora_request"
+
     def __init__(
         self,
         model: str,
@@ -212,6 +214,13 @@ class VLLM(DescribedModel):
     def _text_config(self) -> Any:
         return self.vllm_config.model_config.hf_text_config
 
+    def _check_adapter(self, adapter: Any) -> None:
+        launch.check_adapter(self.vllm_config, adapter)
+
+    def name_of_adapter(self, adapter: Any) -> str:
+        """The name and the place of an adapter, for the records of what was run with it."""
+        return f"{adapter.lora_name} ({adapter.lora_path})"
+
     @property
     def is_sharded(self) -> bool:
         return self.vllm_config.parallel_config.tensor_parallel_size > 1
@@ -277,8 +286,13 @@ class VLLM(DescribedModel):
         Raises:
             PromptError: a prompt that cannot be traced in one step.
             PlanError: a plan that cannot be carried out on this model or prompt.
+            ParameterError: adapters that the engine would take for each other, or too many for one step.
         """
         invokes, constants = self._with_held_constants(self._with_programs(invokes))
+        chosen = [invoke.adapter for invoke in invokes]
+        self._connection.adapters.check(chosen)
+        if together:
+            launch.check_adapters_fit_one_step(self.vllm_config, chosen)
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
         traces: list[TraceRequest | None] = [None] * len(invokes)
         if code is not None:
@@ -367,7 +381,7 @@ class VLLM(DescribedModel):
             weights = {**weights, **code.weights}
         params = _params(invoke, trace, plan, rows, shared)
         prompt = launch.engine_prompt(ids, text, salt)
-        return EngineRequest(prompt, params, trace, plan, rows, invoke.answers, ending, weights)
+        return EngineRequest(prompt, params, trace, plan, rows, invoke.answers, ending, weights, invoke.adapter)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool

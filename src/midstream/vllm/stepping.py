@@ -22,6 +22,7 @@ class _Submission:
 
     prompt: dict[str, Any]
     params: Any
+    adapter: Any
     output: asyncio.Future[Any]
     name: str = ""  # vLLM's id, after it was submitted
 
@@ -61,9 +62,9 @@ class Stepper:
         """Run a coroutine on another thread, so that it continues during steps. The engine may wait for it in a step."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._rows), loop=self._loop)
 
-    async def generate(self, prompt: dict[str, Any], params: Any) -> AsyncGenerator[Any]:
-        """The last output of a request. Closing the generator aborts it."""
-        request = _Submission(prompt, params, self._loop.create_future())
+    async def generate(self, prompt: dict[str, Any], params: Any, adapter: Any = None) -> AsyncGenerator[Any]:
+        """The last output of a request. Closing the generator aborts it. `adapter`: its LoRARequest."""
+        request = _Submission(prompt, params, adapter, self._loop.create_future())
         if not self._new:  # requests that are made together are submitted together
             self._loop.call_soon(self._submit)
         self._new.append(request)
@@ -76,7 +77,8 @@ class Stepper:
     def _submit(self) -> None:
         requests, self._new = [each for each in self._new if not each.output.done()], []
         try:
-            names = launch.submit(self._llm, [each.prompt for each in requests], [each.params for each in requests])
+            parts = zip(*((each.prompt, each.params, each.adapter) for each in requests), strict=True)
+            names = launch.submit(self._llm, *map(list, parts)) if requests else []
         except Exception as error:
             _fail(requests, error)
         else:
