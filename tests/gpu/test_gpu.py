@@ -26,7 +26,7 @@ def run(checks: str, *arguments: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("checks", ["traces", "plans", "programs", "probes", "graphs", "not_finite", "apart"])
+@pytest.mark.parametrize("checks", ["traces", "plans", "programs", "probes", "graphs", "not_finite", "apart", "modes"])
 def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
     run(checks, "--runner", runner, *mode)
 
