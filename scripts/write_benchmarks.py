@@ -80,6 +80,14 @@ PLANS = named(
     "last prompt token captured, all layers",
     "every token captured, one layer",
 )
+PROBES = named(
+    "a probe of its own in each request",
+    "a gate and a steer of its own in each request",
+    "the top 32 of 16,384 features of every generated token",
+)
+CAPTURED = named(
+    *(f"every token captured, {what}" for what in ("one layer", "one layer, to disk", "four layers", "all layers"))
+)
 SERVED = {
     "no plan": {"row": "midstream, no plan"},
     "every request names a steering vector that the server holds": {"row": "every request steered by name"},
@@ -146,6 +154,26 @@ TABLES = {
             "0.6B, all 64": {**SMALL, **ALL},
         },
         {"subject": "traces", "load": ARRIVING, **V2, **OF_STOCK},
+    ),
+    "probes": Table(
+        "run",
+        PROBES,
+        {
+            "`VLLM(mode=\"async\")`, of stock": {"subject": "plans", **OF_STOCK},
+            "served, of stock": {"subject": "serving", **OF_STOCK},
+            "served, extra TTFT, ms": {"subject": "serving", "measure": "extra TTFT", "unit": "ms"},
+            "served, TPOT, of stock": {"subject": "serving", "measure": "TPOT", "unit": "of stock"},
+        },
+        {"hardware": H200, "load": (ARRIVING, "mixed, 64 requests"), **LARGE, **V2},
+    ),
+    "captured tokens": Table(
+        "captured",
+        CAPTURED,
+        {
+            "speed, of stock, with results in shared memory": {"commit": "216a56e"},
+            "before (commit 83069cb)": {"commit": "83069cb"},
+        },
+        {"subject": "plans", "hardware": H200, "load": ARRIVING, **LARGE, **V2, **OF_STOCK},
     ),
     "captures": Table(
         "seconds",

@@ -10,6 +10,7 @@ on the routers, and vLLM's own report of the chosen experts (V2 has it).
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from on_gpu import engine_arguments, parsed, parser_of, run_checks
+
+# Transformers, which runs first, leaves threads behind that a forked process does not have.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 COUNT, ROUNDS = 12, 3  # requests at a time; in later rounds, steps replay graphs that were recorded in earlier ones
 PROMPTS = ["The Eiffel Tower is in the city of", "The capital of France is"] * (COUNT // 2)

@@ -33,9 +33,9 @@ from limits import examples, least
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.transport import codec, wire
 from midstream.transport import receiver as receiving
-from midstream.transport.receiver import Receiver
-from midstream.transport.sender import Sender
-from midstream.transport.slots import SLOT_BYTES, SLOTS, SenderSlots, SlotReader
+from midstream.transport.receiver import Receiver, SlotReader
+from midstream.transport.sender import Sender, SenderSlots
+from midstream.transport.wire import SLOT_BYTES, SLOTS
 
 KEY = ("request", 0)
 WAIT = 60  # seconds; a shared machine may be slow
@@ -1043,9 +1043,9 @@ def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
 
 @pytest.fixture
 def small_slots(monkeypatch):
-    monkeypatch.setattr("midstream.transport.slots.SLOT_BYTES", 1000)
-    monkeypatch.setattr("midstream.transport.slots.INLINE_LIMIT", 0)
-    monkeypatch.setattr("midstream.transport.slots._PIECE_BYTES", 300)
+    monkeypatch.setattr("midstream.transport.wire.SLOT_BYTES", 1000)
+    monkeypatch.setattr("midstream.transport.wire.INLINE_LIMIT", 0)
+    monkeypatch.setattr("midstream.transport.receiver._PIECE_BYTES", 300)
 
 
 def through_slots(tensors, offsets, total):

@@ -7,8 +7,8 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread writes a frame (`wire`) and copies the
-tensors into memory that it shares with a client on its host (`slots`). The receiver has a thread for each worker, which copies the tensors
+`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread writes a frame and copies the tensors
+into memory that it shares with a client on its host (`wire`). The receiver has a thread for each worker, which copies the tensors
 out and routes the messages to mailboxes. The reader of a mailbox unpickles the values; the receiving thread unpickles messages that were
 sent together.
 
@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import mmap
 import os
 import secrets
 import socket
@@ -28,26 +30,27 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
 from midstream.trace.shipping import itself
 from midstream.transport import codec, wire
-from midstream.transport.slots import SlotReader
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
 _STRANGERS = 64  # connections without the key, with a thread each; one more drops the oldest. An engine has fewer ranks
 _NAME_BYTES = 256
+_PIECE_BYTES = 1 << 20  # what one thread copies at a time
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process id, user, group
 
 
@@ -470,3 +473,73 @@ def _hang_up(sock: socket.socket) -> None:
 
 def _gone_error(name: str) -> ChannelClosedError:
     return ChannelClosedError(f"worker {name!r} has gone: it closed its results channel, or died")
+
+
+class SlotReader:
+    """The client's end of the memory that it shares with a worker: see `wire`. Used from one thread.
+
+    Args:
+        pool: its threads share the copies of large payloads.
+    """
+
+    def __init__(self, sock: socket.socket, pool: ThreadPoolExecutor) -> None:
+        self._sock, self._pool = sock, pool
+        self._slots: np.ndarray | None = None  # uint8, of all slots
+
+    def read(self, memory: np.ndarray | None) -> str | None:
+        """Read the next payload into `memory`, uint8, or drop it. Returns why the worker could not send it, if it could not.
+
+        Raises OSError at the end of the connection.
+        """
+        copies: list[Future[None]] = []
+        try:
+            while True:
+                slot, size, place = self._header()
+                if slot == wire.END:
+                    return None
+                if slot == wire.LOST:
+                    return wire.receive(self._sock, size).decode()
+                target = memory[place : place + size] if memory is not None else None
+                if slot == wire.INLINE:
+                    wire.receive_into(self._sock, (np.empty(size, np.uint8) if target is None else target).data)
+                elif target is None:
+                    self._give_back(slot)
+                else:
+                    self._copy_out(slot, target, copies)
+        finally:
+            wait(copies)
+
+    def _header(self) -> tuple[int, int, int]:
+        data, descriptors, _, _ = socket.recv_fds(self._sock, wire.CHUNK.size, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            try:
+                mapped = mmap.mmap(descriptor, wire.SLOTS * wire.SLOT_BYTES, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+            self._slots = np.frombuffer(mapped, np.uint8)
+        if not data:
+            raise ConnectionError("the other side of the results channel is gone")
+        data += wire.receive(self._sock, wire.CHUNK.size - len(data))
+        return wire.CHUNK.unpack(data)  # type: ignore[return-value]
+
+    def _copy_out(self, slot: int, target: np.ndarray, copies: list[Future[None]]) -> None:
+        """Copy a slot's bytes and give the slot back: now if they are few, else the thread that copies the last piece does."""
+        assert self._slots is not None
+        source = self._slots[slot * wire.SLOT_BYTES :][: len(target)]
+        if len(target) <= 2 * _PIECE_BYTES:
+            np.copyto(target, source)
+            return self._give_back(slot)
+        starts, done = range(0, len(target), _PIECE_BYTES), itertools.count(1)
+        for start in starts:
+            piece = slice(start, start + _PIECE_BYTES)
+            copy = self._pool.submit(np.copyto, target[piece], source[piece])
+            copies.append(copy)
+            copy.add_done_callback(partial(self._note_copied, slot, done, len(starts)))
+
+    def _note_copied(self, slot: int, done: Iterator[int], pieces: int, _: Future[None]) -> None:
+        if next(done) == pieces:
+            with contextlib.suppress(OSError):  # the worker has gone
+                self._give_back(slot)
+
+    def _give_back(self, slot: int) -> None:
+        self._sock.sendall(bytes([slot]))

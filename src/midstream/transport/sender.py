@@ -1,19 +1,26 @@
 """The worker's end of the results channel; `receiver` has the client's end and an example.
 
 The forward's thread pickles the value without its tensors and queues the message. The queue holds a snapshot of the containers but
-not of the tensors, so a tensor must not be changed after it was sent. The sender's thread writes the frames, with the tensors by `slots`.
+not of the tensors, so a tensor must not be changed after it was sent. The sender's thread writes the frames, with the tensors in chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import logging
+import mmap
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,10 +29,11 @@ from midstream.errors import ChannelClosedError, ChannelError
 from midstream.queues import BoundedQueue
 from midstream.transport import wire
 from midstream.transport.codec import Packed, SentTensors, pack
-from midstream.transport.slots import SenderSlots
+from midstream.tree import as_bytes
 
 _log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0
+_AHEAD = 4  # chunks that a device copies while earlier ones are sent
 
 _PackedValues = tuple[list[msgspec.Raw], Packed]  # a value with its headers
 
@@ -216,3 +224,221 @@ def mark_ready(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda
     """An event on the caller's current stream of each CUDA device in `tensors`, after which they are complete."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+
+class _Filled(NamedTuple):
+    """A chunk in a slot.
+
+    Attributes:
+        copied: after it, the slot is filled; None if it is now.
+    """
+
+    slot: int
+    size: int
+    place: int
+    copied: torch.cuda.Event | None
+
+
+class SenderSlots:
+    """The worker's end of the memory that it shares with its client: see `wire`. Used from one thread; `close` when done.
+
+    CUDA tensors are copied straight into slots, which are pinned at their first use.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._is_shared = sock.family == socket.AF_UNIX
+        self._memory: torch.Tensor | None = None  # uint8, of all slots
+        self._descriptor: int | None = None  # of the memory, until the client has it
+        self._free = list(range(wire.SLOTS))[::-1]  # the last one is used next, so that few slots are touched
+        self._pinned: list[int] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def send(
+        self,
+        tensors: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        size: int,
+        ready: Mapping[torch.device, torch.cuda.Event],
+    ) -> None:
+        """Send a payload of `size` bytes that has each of `tensors` row-major at its offset (bytes).
+
+        `ready` comes from `sender.mark_ready`. An event for host memory in it means that a device is still copying to these tensors.
+        If a copy fails, the client is told that the payload is lost. Raises OSError if the client has gone.
+        """
+        self._take_back()
+        filled: deque[_Filled] = deque()
+        is_inline = not self._is_shared or size <= wire.INLINE_LIMIT
+
+        def send_oldest() -> None:
+            chunk = filled[0]
+            if chunk.copied is not None:
+                chunk.copied.synchronize()
+            self._send(chunk, is_inline)
+            filled.popleft()
+
+        try:
+            for place, device, pieces in self._chunks(tensors, offsets, ready):
+                while not self._free:
+                    if filled:
+                        send_oldest()
+                    else:
+                        self._take_back(wait=True)
+                filled.append(self._fill(self._free.pop(), place, device, pieces))
+                if len(filled) > _AHEAD:
+                    send_oldest()
+            while filled:
+                send_oldest()
+        except OSError:
+            raise
+        except Exception as error:
+            _log.error("results channel: a result could not be copied", exc_info=error)
+            for stream in self._streams.values():
+                stream.synchronize()
+            self._free += [chunk.slot for chunk in filled]
+            reason = f"copying it failed: {error!r}".encode()
+            self._sock.sendall(wire.CHUNK.pack(wire.LOST, len(reason), 0) + reason)
+        else:
+            self._sock.sendall(wire.CHUNK.pack(wire.END, 0, 0))
+
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        if self._memory is not None:
+            for slot in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(self._slot(slot).data_ptr())
+        self._memory = None
+        self._pinned.clear()
+        self._streams.clear()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _chunks(
+        self,
+        tensors: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        ready: Mapping[torch.device, torch.cuda.Event],
+    ) -> Iterator[tuple[int, torch.device, list[tuple[int, torch.Tensor]]]]:
+        """Cut the payload into chunks of a slot's size, of one device each: (place, device, [(place in the slot, bytes)])."""
+        placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
+        placed = [(offset, tensor) for offset, tensor in placed if tensor.numel()]
+        for device, group in groupby(placed, key=lambda item: item[1].device):
+            of_device = list(group)
+            start = of_device[0][0]
+            with self._copying(device, ready):
+                for window, pieces in groupby(_windows(of_device, start), key=itemgetter(0)):
+                    yield start + window * wire.SLOT_BYTES, device, [(at, piece) for _, at, piece in pieces]
+
+    @contextlib.contextmanager
+    def _copying(self, device: torch.device, ready: Mapping[torch.device, torch.cuda.Event]) -> Iterator[None]:
+        """A block that copies tensors of the device, on a stream of its own if it has streams."""
+        if device.type != "cuda":
+            if device in ready:
+                ready[device].synchronize()
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._streams[device]):
+            self._streams[device].wait_event(ready[device])
+            yield
+
+    def _fill(self, slot: int, place: int, device: torch.device, pieces: list[tuple[int, torch.Tensor]]) -> _Filled:
+        end, copied = 0, None
+        try:
+            memory = self._pinned_slot(slot) if device.type == "cuda" else self._slot(slot)
+            for at, piece in pieces:
+                end = at + piece.numel()
+                if device.type == "cpu":
+                    ctypes.memmove(memory.data_ptr() + at, piece.data_ptr(), piece.numel())
+                else:
+                    memory[at:end].copy_(piece, non_blocking=device.type == "cuda")
+            if device.type == "cuda":
+                # A thread that polled would take a core, and the driver's lock from time to time.
+                copied = torch.cuda.Event(blocking=True)
+                copied.record(self._streams[device])
+        except BaseException:
+            self._free.append(slot)
+            raise
+        return _Filled(slot, end, place, copied)
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = self._map()
+        return self._memory[slot * wire.SLOT_BYTES : (slot + 1) * wire.SLOT_BYTES]
+
+    def _map(self) -> torch.Tensor:
+        size = wire.SLOTS * wire.SLOT_BYTES
+        try:
+            if self._is_shared:
+                self._descriptor = os.memfd_create("midstream-results")
+                os.ftruncate(self._descriptor, size)
+            mapped = mmap.mmap(-1 if self._descriptor is None else self._descriptor, size)
+        except OSError as error:  # not the socket's
+            raise MemoryError(str(error)) from error
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def _pinned_slot(self, slot: int) -> torch.Tensor:
+        memory = self._slot(slot)
+        if slot not in self._pinned:
+            is_portable = 1  # cudaHostRegisterPortable: pinned for every device
+            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), wire.SLOT_BYTES, is_portable)
+            if int(code):  # copies to it are right, and slower
+                _log.warning("results channel: host memory could not be pinned: %s", code)
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device="cuda")  # the first kernel after it raises the error again
+            self._pinned.append(slot)
+        return memory
+
+    def _send(self, chunk: _Filled, is_inline: bool) -> None:
+        slot = self._slot(chunk.slot)
+        if is_inline:
+            self._sock.sendall(wire.CHUNK.pack(wire.INLINE, chunk.size, chunk.place))
+            self._sock.sendall(slot[: chunk.size].numpy().data)
+            self._free.append(chunk.slot)
+            return
+        header = wire.CHUNK.pack(chunk.slot, chunk.size, chunk.place)
+        if self._descriptor is None:
+            return self._sock.sendall(header)
+        _send_with(self._sock, header, self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _take_back(self, wait: bool = False) -> None:
+        """Note the slots that the client has given back; `wait` for at least one."""
+        if not self._is_shared:
+            return
+        try:
+            given = self._sock.recv(wire.SLOTS, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if not given:
+            raise ConnectionError("the other side of the results channel is gone")
+        self._free += given
+
+
+def _windows(placed: list[tuple[int, torch.Tensor]], start: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Cut the tensors where the payload, counted from `start`, crosses a slot's size: (window, place in it, bytes).
+
+    A slot is then a window of the payload, gaps included, and leaves in one copy.
+    """
+    for offset, tensor in placed:
+        source, done = as_bytes(tensor), 0
+        while done < source.numel():
+            window, at = divmod(offset - start + done, wire.SLOT_BYTES)
+            piece = source[done : done + wire.SLOT_BYTES - at]
+            yield window, at, piece
+            done += piece.numel()
+
+
+def _send_with(sock: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send the data, and the descriptor with it."""
+    while True:
+        try:
+            sent = socket.send_fds(sock, [data], [descriptor])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # the receiver has yet to take the descriptors already sent
+                raise
+            time.sleep(0.001)
+        else:
+            return sock.sendall(data[sent:])
