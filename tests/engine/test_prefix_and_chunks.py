@@ -135,12 +135,12 @@ def run_beside(model: VLLM, untraced: list[list[int]], traced: list[list[int]]) 
     """Untraced and traced requests by turns in one queue: outputs of the former, values of the latter."""
     submit, step, names, ended = launch.submit, launch.step, [], {}
 
-    def submit_with_others(llm: Any, prompts: list[Any], params: list[Any]) -> list[str]:
+    def submit_with_others(llm: Any, prompts: list[Any], params: list[Any], adapters: list[Any]) -> list[str]:
         own = launch.sampling_params({"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}, None)
         queue = [({"prompt_token_ids": ids}, own) for ids in untraced]
         for place, request in enumerate(zip(prompts, params, strict=True)):
             queue.insert(2 * place + 1, request)
-        submitted = submit(llm, [prompt for prompt, _ in queue], [one for _, one in queue])
+        submitted = submit(llm, [prompt for prompt, _ in queue], [one for _, one in queue], [None] * len(queue))
         names.extend(name for name, (_, one) in zip(submitted, queue, strict=True) if one is own)
         return [name for name, (_, one) in zip(submitted, queue, strict=True) if one is not own]
 
