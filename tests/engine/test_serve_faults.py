@@ -70,7 +70,7 @@ def half_sent(server: Server) -> Iterator[None]:
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False, is_forked=False))
-        streams = [Stream(server) for _ in range(4)]
+        streams = [Stream(server, tokens=400) for _ in range(4)]  # they run for longer than the refusals take
         stack.enter_context(half_sent(server))
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.complete("The")[0] == 503)
@@ -86,7 +86,7 @@ def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
             stream.join(120)
             assert stream.error is None and not stream.is_alive() and stream.lines[-1] == "data: [DONE]"
             handles = json.loads(stream.lines[-2].removeprefix("data: "))["midstream"]["captures"]
-            assert len(handles) == 1 and len(handles[0]["positions"]) == 200
+            assert len(handles) == 1 and len(handles[0]["positions"]) == 400
         server.process.wait(60)
         assert server.process.returncode == 0
         until(lambda: not processes(server))
