@@ -159,7 +159,7 @@ TABLES = {
         "run",
         PROBES,
         {
-            "`VLLM(mode=\"async\")`, of stock": {"subject": "plans", **OF_STOCK},
+            '`VLLM(mode="async")`, of stock': {"subject": "plans", **OF_STOCK},
             "served, of stock": {"subject": "serving", **OF_STOCK},
             "served, extra TTFT, ms": {"subject": "serving", "measure": "extra TTFT", "unit": "ms"},
             "served, TPOT, of stock": {"subject": "serving", "measure": "TPOT", "unit": "of stock"},
