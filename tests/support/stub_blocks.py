@@ -61,6 +61,14 @@ class Single(Block):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class CopyBeforeMLP(Block):
+    """As GraniteMoeShared in vLLM: the mixture of experts writes into its input, so it gets a copy."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states).clone())
+
+
 class Tupled(Single):
     def forward(self, hidden_states: torch.Tensor) -> Any:
         return super().forward(hidden_states), torch.zeros(1, HEADS, T, T)

@@ -9,6 +9,7 @@ import torch
 from stub_blocks import (
     HEADS,
     BareMLP,
+    CopyBeforeMLP,
     Dual,
     DualByHand,
     FakeDual,
@@ -73,6 +74,7 @@ def read_all(model: nn.Module, architecture: Architecture) -> dict[tuple[str, in
 
 LAYOUTS = {
     "single": (Single, by_position),
+    "copy_before_mlp": (CopyBeforeMLP, by_position),
     "tuple": (Tupled, first_of_tuple),
     "keyword": (Keyword, by_keyword),
     "positions_first": (Keyword, positions_first),

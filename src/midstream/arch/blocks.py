@@ -380,7 +380,7 @@ class DecoderBlock:
         either, unless attention adds the residual itself.
         """
         reader, taken = mlp.first, [mlp.source]
-        norm = self._producer(mlp)
+        norm = self._producer(mlp) or self._norm_between(attn, mlp)
         if norm is not None:
             reader, taken = norm, stream_leaves(norm.inputs, self.like)
         if not taken or reader.started < attn.last.ended:
@@ -402,6 +402,20 @@ class DecoderBlock:
             unchanged = any(leaf.same(mlp.source) for leaf in child.inputs)
             if given and not unchanged and is_norm(child.module, child.path):
                 return child
+        return None
+
+    def _norm_between(self, attn: SubLayer, mlp: SubLayer) -> ModuleCall | None:
+        """The norm between attention and MLP that reads the stream, where the MLP gets a copy of its output (GraniteMoeShared)."""
+        added = stream_leaves(attn.last.outputs, self.like)
+        for child in reversed(self.children):
+            if (
+                attn.last.ended < child.started
+                and child.ended < mlp.first.started
+                and is_norm(child.module, child.path)
+            ):
+                taken = stream_leaves(child.inputs, self.like)
+                if taken and not any(taken[0].same(leaf) for leaf in added):
+                    return child
         return None
 
     def _neurons(self, mlp: SubLayer) -> Binding | None:
