@@ -830,15 +830,16 @@ class TraceModel(Sizes):
             result = model.path_patching("The capital of France is", "The capital of Italy is", " Paris", " Rome")
             result.effects["attn_z"]                  # [layers, heads, 1]: the direct effect of each head on the logits
 
-        All heads of the layers after the sender keep their values of the patched prompt's own run. So the sender reaches the receivers through
-        the residual stream and the MLPs between, or with `freeze_mlps=True` through the residual stream alone. Norms are computed anew. If
-        the receivers are heads, they take in one more request the values that they have along these paths, and nothing is frozen there.
+        All heads of the layers after the sender keep their values of the patched prompt's own run. So the sender reaches the receivers
+        through the residual stream and the MLPs between, or with `freeze_mlps=True` through the residual stream alone. Norms are computed
+        anew. If the receivers are heads, one more request is patched with the values that they have along these paths, and nothing is
+        frozen there.
 
         Args:
-            clean, corrupt, answer, foil, metric, direction, progress, adapter: as in `sweep`. "noising" patches the corrupt run into the clean
-                prompt, as in both papers.
-            receivers: "logits"; or heads as `(layer, head)`, one or a list of them, which receive together. A head receives by its queries,
-                keys and values together.
+            clean, corrupt, answer, foil, metric, direction, progress, adapter: as in `sweep`. "noising" patches the corrupt run into the
+                clean prompt, as in both papers.
+            receivers: "logits"; or heads as `(layer, head)`, one or a list of them, which receive together. A head receives by its
+                queries, keys and values together.
             layers, heads: of the senders, as in `sweep`. "all" layers are those before the receivers.
             positions: at which the sender is patched, as in `sweep`. "together" is all of them in one patch.
             freeze_mlps: whether the MLPs from the sender's layer on keep their values, too.

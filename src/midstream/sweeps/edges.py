@@ -163,8 +163,8 @@ def _pairs(model: Any, clean: Any, corrupt: Any) -> list[tuple[list[int], list[i
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         if len(one) != len(other):
             text = (
-                f"corrupt has {len(other)} tokens in pair {number}, and clean has {len(one)}. Edges are compared position by position: give "
-                "prompts of the same number of tokens."
+                f"corrupt has {len(other)} tokens in pair {number}, and clean has {len(one)}. Edges are compared position by position: "
+                "give prompts of the same number of tokens."
             )
             raise PromptError(text, field="corrupt")
     return list(zip(*found, strict=True))

@@ -30,11 +30,13 @@ def receivers_of(given: Any) -> list[tuple[int, int]] | None:
     """The receivers as pairs of a layer and a head; None for the logits. Raises ParameterError."""
     if isinstance(given, str) and given == "logits":
         return None
-    heads = [given] if _is_head(given) else list(given) if isinstance(given, (list, tuple)) else []
-    if named := next((each for each in heads if isinstance(each, (list, tuple)) and len(each) == 3), None):
+    is_list = isinstance(given, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in given)
+    heads = list(given) if is_list else [given]
+    parts = [each for each in heads if isinstance(each, (list, tuple)) and len(each) == 3 and _is_head(each[:2])]
+    if parts:
         raise ParameterError(
-            f"receivers has {named!r}. A head's queries, keys and values are no sites, so they cannot be receivers one by one. Give "
-            f"{tuple(named[:2])!r}: the head with all three.",
+            f"receivers has {tuple(parts[0])!r}. A head's queries, keys and values are no sites, so they cannot be receivers one by one. "
+            f"Give {tuple(parts[0][:2])!r}: the head with all three.",
             field="receivers",
         )
     if not heads or not all(map(_is_head, heads)):
@@ -126,8 +128,8 @@ class PathRun(SweepRun):
         for site, layer in self._frozen_points(min(layer for row in outline.grid.layers for layer in row)):
             if (site, layer) not in self._model.facts.widths:
                 text = (
-                    f"layers: a sender's other paths lead through layer {layer}, which has no {site}, so they cannot be frozen. Only senders "
-                    f"after layer {layer} can be patched."
+                    f"layers: other paths of a sender lead through layer {layer}, which has no {site}, so they cannot be frozen. Only "
+                    f"senders after layer {layer} can be patched."
                 )
                 raise PlanError(text, field="layers")
             with about("layers"):
