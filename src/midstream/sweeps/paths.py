@@ -115,10 +115,9 @@ class PathRun(SweepRun):
     def _frozen_points(self, sender: int) -> list[tuple[str, int]]:
         """The site and layer of each value that is frozen if a head of this layer is patched.
 
-        The receivers are frozen, too: they are read before the patch. So no receiver changes another one.
+        Receivers in several layers are frozen, too, but for the last layer, and are read before that. So none of them changes another one.
         """
-        last = self._end if self._paths.receivers is None else self._end + 1
-        points = [(HEADS, layer) for layer in range(sender + 1, last)]
+        points = [(HEADS, layer) for layer in range(sender + 1, self._end)]
         if MLPS in self._paths.frozen:
             points += [(MLPS, layer) for layer in range(sender, self._end)]
         return points
