@@ -333,6 +333,23 @@ def test_results_say_which_paths_they_are_of(hf, tmp_path):
     assert (tmp_path / "edges.png").stat().st_size > 5000
 
 
+def test_runs_of_receivers_take_little_room(hf, monkeypatch):
+    """Few are recorded at a time. A cell whose run is dropped in between is void, with the reason, and never the baseline."""
+    expected = hf.path_patching(*PAIR, receivers=(5, 3))
+    row = 5 * 256 * 4  # bytes of attn_z at one layer
+    model = LanguageModel(hf.module, hf.tokenizer, record_bytes=14 * row)  # 10 for the runs of the two prompts
+    monkeypatch.setattr("midstream.sweeps.paths.GROUP_BYTES", 2 * row)
+    values = model.path_patching(*PAIR, receivers=(5, 3))
+    np.testing.assert_allclose(values.values["attn_z"], expected.values["attn_z"], **CLOSE)
+    monkeypatch.undo()
+    result = model.path_patching(*PAIR, receivers=(5, 3))
+    assert len(result.void) > 10 and result.count + len(result.void) == 20
+    assert all("not there any more" in cell.void or "budget" in cell.void for cell in result.void)
+    is_there = ~np.isnan(result.values["attn_z"])
+    np.testing.assert_allclose(result.values["attn_z"][is_there], expected.values["attn_z"][is_there], **CLOSE)
+    assert not list(model.runs)
+
+
 # ------------------------------------------------------------------------------------------------------------------ refusals
 
 REFUSED = {

@@ -18,12 +18,16 @@ import msgspec
 from midstream.errors import MidstreamError, ParameterError, PlanError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.requests.invokes import Answers, InvokeResult
+from midstream.settings import RECORD_BYTES
 from midstream.sweeps.events import Cell, Event, Grid, Outline, Paths
 from midstream.sweeps.request import SweepRequest
 from midstream.sweeps.results import SweepResult
-from midstream.sweeps.running import Job, SweepRun, new_name
+from midstream.sweeps.running import ENGINE_GROUPS, Job, SweepRun, new_name
 
 HEADS, MLPS = "attn_z", "mlp_out"
+GROUP_BYTES = RECORD_BYTES // (
+    2 * ENGINE_GROUPS
+)  # of the runs of one group; the other half is for those of the prompts
 
 
 def receivers_of(given: Any) -> list[tuple[int, int]] | None:
@@ -157,15 +161,23 @@ class PathRun(SweepRun):
                 async for event in events:
                     yield event
             return
-        runs: list[RecordedRun] = []
-        async with self._deleted(self._received(ids, group, runs), runs) as found:
-            for job, error in zip(group, found, strict=True):
-                if isinstance(error, MidstreamError):
-                    yield self._ended(job, [InvokeResult([], None, error=error)], answers)
-            jobs = [Job(job.event, plan) for job, plan in zip(group, found, strict=True) if isinstance(plan, Plan)]
-            async with contextlib.aclosing(super()._run_group(ids, answers, jobs)) as events:
-                async for event in events:
-                    yield event
+        size = self._jobs_at_a_time(len(ids))
+        for first in range(0, len(group), size):
+            part, runs = group[first : first + size], list[RecordedRun]()
+            async with self._deleted(self._received(ids, part, runs), runs) as found:
+                for job, error in zip(part, found, strict=True):
+                    if isinstance(error, MidstreamError):
+                        yield self._ended(job, [InvokeResult([], None, error=error)], answers)
+                jobs = [Job(job.event, plan) for job, plan in zip(part, found, strict=True) if isinstance(plan, Plan)]
+                async with contextlib.aclosing(super()._run_group(ids, answers, jobs)) as events:
+                    async for event in events:
+                        yield event
+
+    def _jobs_at_a_time(self, tokens: int) -> int:
+        """How many jobs of a group record their receivers at a time, so that the runs of all groups have room in the engine."""
+        layers = {layer for layer, _ in self._paths.receivers or ()}
+        width = sum(self._model.facts.widths[HEADS, layer] for layer in layers)
+        return max(1, GROUP_BYTES // (4 * tokens * width))  # at most 4 bytes for a number
 
     async def _received(
         self, ids: list[int], group: Sequence[Job], runs: list[RecordedRun]
@@ -193,7 +205,6 @@ class PathRun(SweepRun):
             try:
                 await self._model.runs.lease([run.id])
             except PlanError as error:  # it was dropped to make room for others
-                await self._model.runs.drop(run.name)
                 found[i] = error
                 continue
             runs.append(run)
