@@ -16,8 +16,8 @@ HEAD = """# Reference
 Every public name, with its docstring. `scripts/write_reference.py` writes this page; the tests compare it with the code.
 """
 MODEL = (
-    "trace run generate collect estimate activations record sweep edit clear_edits plan num_layers hidden_size vocab_size num_heads "
-    "num_kv_heads head_dim tokenizer close"
+    "trace run generate collect estimate activations record sweep path_patching edge_attribution edit "
+    "clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim tokenizer close"
 )
 # Section -> (the class or function, what stands before its members, those that users call).
 SECTIONS = {
@@ -46,6 +46,7 @@ SECTIONS = {
             "save load",
         ),
         ("midstream.sweeps.results:BestCell", "best", ""),
+        ("midstream.sweeps.edges:EdgeScores", "edges", "scores best to_dataframe plot"),
         ("midstream.sweeps.running:SweepStream", "stream", "close"),
         ("midstream.sweeps.events:Cell", "cell", ""),
     ],

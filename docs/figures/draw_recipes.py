@@ -11,7 +11,7 @@ import torch
 
 from midstream import LanguageModel, demo_model
 
-RECIPES = ("factual-recall", "indirect-object", "heads", "coarse-to-fine", "token-scores")
+RECIPES = ("factual-recall", "indirect-object", "heads", "path-patching", "coarse-to-fine", "token-scores")
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     model = LanguageModel(demo_model(), dtype=torch.float32)
     for recipe in RECIPES:
         text = (FOLDER.parent / "recipes" / f"{recipe}.md").read_text(encoding="utf-8")
-        names: dict[str, Any] = {"model": model}
+        names: dict[str, Any] = {"model": model, "hf": model}
         for code in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             exec(compile(code, f"{recipe}.md", "exec"), names)
 

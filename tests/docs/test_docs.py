@@ -221,6 +221,7 @@ RECIPES = {
     "factual-recall": "model.sweep(",
     "indirect-object": "interval(",
     "heads": 'heads="all"',
+    "path-patching": "model.path_patching(",
     "coarse-to-fine": "coarse=(",
     "sae": "sae_weights.safetensors",
     "monitor": "engine_plan = Probe(",

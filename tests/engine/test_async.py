@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from engines import left as gauges_left
 from engines import start
 from oracle import Plain, close
 
@@ -62,9 +63,7 @@ async def left(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     """What is alive on the workers, once it has had time to end."""
     deadline = time.monotonic() + seconds
     while True:
-        gauges = [
-            {g: n for g, n in worker.items() if n and not g.endswith("_steps")} for worker in await model.gauges()
-        ]
+        gauges = [gauges_left(worker) for worker in await model.gauges()]
         if not any(gauges) or time.monotonic() > deadline:
             return [g for g in gauges if g]
         await asyncio.sleep(0.02)
@@ -108,11 +107,27 @@ def test_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive,
     assert len(cells) == 40
 
 
-def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
+def test_path_patching_has_the_values_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
+    """N8: to the logits, and by way of a head, of which each cell takes two requests."""
+
+    async def patched(options: dict[str, Any]) -> Any:
+        return await model.path_patching(*PAIR, **options)
+
+    for options in ({}, {"receivers": (5, 3)}):
+        result = drive(patched(options))
+        expected = hf.path_patching(*PAIR, **options)
+        np.testing.assert_allclose(result.values["attn_z"], expected.values["attn_z"], rtol=1e-3, atol=2e-3)
+        assert not result.void
+
+
+@pytest.mark.parametrize("call", ["sweep", "path_patching"])
+def test_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive, call: str) -> None:
     """Seen failing without `SweepRun._delete_runs`."""
+    options = {"receivers": (5, 3)} if call == "path_patching" else {}
 
     async def cancelled() -> Any:
-        task = asyncio.ensure_future(model.sweep(*[[each] * 20 for each in PAIR[:2]], " Paris", " Rome"))
+        pairs = [[each] * 20 for each in PAIR[:2]]
+        task = asyncio.ensure_future(getattr(model, call)(*pairs, " Paris", " Rome", **options))
         while not model.runs.handles:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)

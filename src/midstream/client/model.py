@@ -44,6 +44,8 @@ from midstream.requests.invokes import (
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
+from midstream.sweeps.edges import EdgeScores, attribute_edges
+from midstream.sweeps.paths import PathRun, receivers_of
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.block import Block
@@ -803,6 +805,107 @@ class TraceModel(Sizes):
     ) -> Any:
         """The object that runs a sweep."""
         return SweepRun(self, clean, corrupt, answer, foil, asked, to, adapter)
+
+    def path_patching(
+        self,
+        clean: Prompt | Sequence[Prompt],
+        corrupt: Prompt | Sequence[Prompt],
+        answer: Any,
+        foil: Any = None,
+        *,
+        receivers: Any = "logits",
+        layers: Any = "all",
+        heads: Any = "all",
+        positions: Any = "together",
+        freeze_mlps: bool = False,
+        metric: Metric = "logit_diff",
+        direction: str = "noising",
+        progress: bool | None = None,
+        **adapter: Any,
+    ) -> Any:
+        """Patch each head from the run of the other prompt, and let the patch act along the direct path to the receivers alone.
+
+        This is path patching: Wang et al. 2022 (arXiv:2211.00593), Goldowsky-Dill et al. 2023 (arXiv:2304.05969).
+
+            result = model.path_patching("The capital of France is", "The capital of Italy is", " Paris", " Rome")
+            result.effects["attn_z"]                  # [layers, heads, 1]: the direct effect of each head on the logits
+
+        All heads of the layers after the sender keep their values of the patched prompt's own run. So the sender reaches the receivers
+        through the residual stream and the MLPs between, or with `freeze_mlps=True` through the residual stream alone. Norms are computed
+        anew. If the receivers are heads, one more request is patched with the values that they have along these paths, and nothing is
+        frozen there.
+
+        Args:
+            clean, corrupt, answer, foil, metric, direction, progress, adapter: as in `sweep`. "noising" patches the corrupt run into the
+                clean prompt, as in both papers.
+            receivers: "logits"; or heads as `(layer, head)`, one or a list of them, which receive together. A head receives by its
+                queries, keys and values together.
+            layers, heads: of the senders, as in `sweep`. "all" layers are those before the receivers.
+            positions: at which the sender is patched, as in `sweep`. "together" is all of them in one patch.
+            freeze_mlps: whether the MLPs from the sender's layer on keep their values, too.
+
+        Returns:
+            A `SweepResult` of the site `attn_z`. With `mode="async"` await it.
+
+        Raises:
+            PromptError, PlanError: as `sweep`. PlanError also if a value that has to be frozen is no site of this model.
+            ParameterError: another argument is invalid, or the model is a `Remote`. Nothing has been run.
+        """
+        _refuse_in_trace("path_patching")
+        asked = SweepRequest.of(
+            "attn_z", layers, positions, "all" if heads is None else heads, metric, direction, "run", None, 1, 0
+        )
+        ends = receivers_of(receivers)
+        if not isinstance(freeze_mlps, bool):
+            raise ParameterError(f"freeze_mlps is {freeze_mlps!r}. Allowed: True, False.", field="freeze_mlps")
+        own = self._adapter_alone(adapter, "path_patching")
+        running = SweepStream(
+            self._path_patching(clean, corrupt, answer, foil, asked, ends, freeze_mlps, own),
+            None if self._is_async else self._finish,
+            partial(self._bar, progress, unit="cell"),
+        )
+        return running if self._is_async else running.run()
+
+    def _path_patching(self, *given: Any) -> PathRun:
+        """The object that runs `path_patching`."""
+        return PathRun(self, *given)
+
+    def edge_attribution(
+        self,
+        clean: Prompt | Sequence[Prompt],
+        corrupt: Prompt | Sequence[Prompt],
+        answer: Any,
+        foil: Any = None,
+        *,
+        metric: str = "logit_diff",
+    ) -> EdgeScores:
+        """Estimate from gradients how much each edge between heads, MLPs and logits matters. Needs a `LanguageModel`.
+
+        This is edge attribution patching: Syed et al. 2023 (arXiv:2310.10348).
+
+            result = hf.edge_attribution("The capital of France is", "The capital of Italy is", " Paris", " Rome")
+            result.best(5)                            # the edges with the largest scores
+            result.plot()
+
+        The score of an edge is the change of what its sender adds to the residual stream, from the clean to the corrupt prompt, times the
+        gradient of the metric at its receiver's input in the clean run. It is the first-order effect of patching this edge alone. Senders
+        are the input (the embeddings), the heads and the MLPs; receivers are the heads, by their queries, keys and values together, the
+        MLPs and the logits.
+
+        A pair takes two runs without gradients and one with them. Memory is needed for `nodes * tokens * hidden_size` numbers, twice.
+
+        Args:
+            clean, corrupt: one prompt each, or for several pairs one list each. The prompts of a pair have the same number of tokens.
+            answer, foil: as in `sweep`.
+            metric: "logit_diff" or "logprob", as in `sweep`.
+
+        Raises:
+            PromptError: an answer is not one token, or the prompts do not make pairs. Nothing has been run.
+            ParameterError: the model computes no gradients, or its layers are not attention and then an MLP that add their outputs to the
+                residual stream as they are.
+        """
+        _refuse_in_trace("edge_attribution")
+        return attribute_edges(self, clean, corrupt, answer, foil, metric)
 
     def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:
         """`with model.edit() as edited:` makes a view of the model. The block runs in each step of the view's requests.

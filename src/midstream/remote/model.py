@@ -541,6 +541,9 @@ class Remote(DescribedModel):
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
+    def _path_patching(self, *given: Any) -> Any:
+        raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
+
     def _sweeping(
         self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
     ) -> RemoteSweep:

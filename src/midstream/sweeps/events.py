@@ -64,7 +64,19 @@ class Pair(msgspec.Struct, frozen=True):
     skipped: list[int]
 
 
-class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event"):
+class Paths(msgspec.Struct, frozen=True):
+    """Which paths the patches of `path_patching` take.
+
+    Attributes:
+        receivers: where they end, as pairs of a layer and a head; None for the logits.
+        frozen: the sites that keep their values of the patched prompt's own run, after the sender.
+    """
+
+    receivers: list[tuple[int, int]] | None
+    frozen: list[str]
+
+
+class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event", omit_defaults=True):
     """The sweep that will run.
 
     Attributes:
@@ -73,6 +85,7 @@ class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event"):
         grid: the cells of the result.
         coarse: the windows that run first, or None. With windows, only the cells of `grid` in the best windows run.
         cells: the number of cells that will run; with `coarse`, at most.
+        paths: of `path_patching`; None for a sweep, whose patches have their effect along all paths.
     """
 
     model: str
@@ -83,6 +96,7 @@ class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event"):
     grid: Grid
     coarse: Grid | None
     cells: int
+    paths: Paths | None = None
 
     def grid_of(self, stage: str) -> Grid:
         """The grid of "coarse" or "fine" cells."""

@@ -360,7 +360,7 @@ class SweepResult:
             values_LC[::-1].copy(),
             labels,
             layers[::-1],
-            title=site if title is None else title,
+            title=self._title(site) if title is None else title,
             xlabel=xlabel,
             label=name.replace("_", " "),
             cmap="RdBu",
@@ -371,6 +371,15 @@ class SweepResult:
         ax.scatter(columns, rows, s=3, color="grey", linewidths=0)
         write_figure(ax.figure, path)
         return ax
+
+    def _title(self, site: str) -> str:
+        paths = self.outline.paths
+        if paths is None:
+            return site
+        ends = (
+            "the logits" if paths.receivers is None else ", ".join(f"{layer}.{head}" for layer, head in paths.receivers)
+        )
+        return f"direct paths to {ends}"
 
     def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
         """The heatmap as text, with layers upwards. `~` marks cells within the noise floor. `colour=True` uses a terminal's colours.

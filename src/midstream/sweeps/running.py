@@ -112,8 +112,8 @@ class SweepRun:
         if self._corrupt is not None and len(self._corrupt) != len(self._clean):
             text = f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}."
             raise PromptError(text, field="corrupt")
-        self._answer = _one_per_pair("answer", answer, len(self._clean))
-        self._foil = [None] * len(self._clean) if foil is None else _one_per_pair("foil", foil, len(self._clean))
+        self._answer = one_per_pair("answer", answer, len(self._clean))
+        self._foil = [None] * len(self._clean) if foil is None else one_per_pair("foil", foil, len(self._clean))
         if foil is None and asked.metric == "logit_diff":
             raise PromptError(
                 'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".',
@@ -288,7 +288,12 @@ class SweepRun:
     async def _sources(self, number: int, grid: Grid) -> AsyncIterator[tuple[Any, RecordedRun]]:
         """The source of the patches, and the patched prompt's own run. Recorded runs are leased during the block and then deleted."""
         runs: list[RecordedRun] = []
-        recording: Any = self._recorded(number, grid, runs)
+        async with self._deleted(self._recorded(number, grid, runs), runs) as found:
+            yield found
+
+    @contextlib.asynccontextmanager
+    async def _deleted(self, recording: Any, runs: list[RecordedRun]) -> AsyncIterator[Any]:
+        """The result of `recording`, a coroutine that adds the runs that it records to `runs`. They are deleted after the block."""
         if not self._model.has_engine:
             try:
                 yield await recording
@@ -303,12 +308,12 @@ class SweepRun:
 
     async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
         """Record the runs for `_sources`, and add each to `runs` at once."""
-        layers = sorted({layer for row in grid.layers for layer in row})
+        sites, layers = self._planes(grid)
 
         async def record(ids: list[int]) -> RecordedRun:
-            name = f"sweep-{secrets.token_hex(6)}"
+            name = new_name()
             run: RecordedRun = await self._model._recording(
-                ids, grid.sites, layers, "all_prompt", name, adapter=self._adapter
+                ids, sites, layers, "all_prompt", name, adapter=self._adapter
             )
             runs.append(run)
             await self._model.runs.lease([run.id])
@@ -317,7 +322,11 @@ class SweepRun:
         own = await record(self._bases[number].ids)
         if self.asked.source == "run":
             return await record(self._others[number].ids), own
-        return (await self._mean(grid.sites, layers) if self.asked.source == "mean" else "zeros"), own
+        return (await self._mean(sites, layers) if self.asked.source == "mean" else "zeros"), own
+
+    def _planes(self, grid: Grid) -> tuple[list[str], list[int]]:
+        """The sites and layers of the recorded runs."""
+        return grid.sites, sorted({layer for row in grid.layers for layer in row})
 
     async def _delete_runs(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
         """Release and delete `runs` after `recording` has ended."""
@@ -366,16 +375,16 @@ class SweepRun:
         noise = _noise_runs(len(cells))
         step = len(cells) // noise
         for k, cell in enumerate(cells):
-            yield Job(cell, self._plan(cell, grid, source))
+            yield Job(cell, self._plan(cell, grid, source, own))
             if k % step == 0 and k // step < noise:
                 if (k // step) % 4 == 0:
                     yield Job(Noise(number, "baseline", []), Plan())
                 else:
-                    yield Job(Noise(number, "identity", []), self._plan(cell, grid, own, is_own=True))
+                    yield Job(Noise(number, "identity", []), self._plan(cell, grid, own, own))
 
-    def _plan(self, cell: Cell, grid: Grid, source: Any, is_own: bool = False) -> Plan:
-        """The patches of a cell: the same positions at each of its layers."""
-        sources = cell.positions if is_own else grid.columns[cell.index[-1]].sources[cell.pair]
+    def _plan(self, cell: Cell, grid: Grid, source: Any, own: RecordedRun) -> Plan:
+        """The patches of a cell: the same positions at each of its layers. `own` is the patched prompt's own run."""
+        sources = cell.positions if source is own else grid.columns[cell.index[-1]].sources[cell.pair]
         reads_run = isinstance(source, RecordedRun)
         return Plan(
             tuple(
@@ -484,6 +493,11 @@ class SweepRun:
         )
 
 
+def new_name() -> str:
+    """The name of a recorded run of a sweep."""
+    return f"sweep-{secrets.token_hex(6)}"
+
+
 def _noise_runs(cells: int) -> int:
     return min(_BASELINES + _IDENTITIES, cells)
 
@@ -528,7 +542,7 @@ def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     return [position for position, source in enumerate(way) if source is None]
 
 
-def _one_per_pair(name: str, given: Any, pairs: int) -> list[Any]:
+def one_per_pair(name: str, given: Any, pairs: int) -> list[Any]:
     each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
     if len(each) != pairs:
         raise PromptError(
