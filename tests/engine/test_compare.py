@@ -32,6 +32,8 @@ AT = LAYERS // 2
 PARALLEL = {"gpt_neox", "falcon", "falcon_two_norms", "phi", "cohere", "gptj"}
 MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "llama4", "flex_olmo", "hunyuan_moe"}
 WITH_DENSE_LAYERS = {"glm4_moe", "dots1"}  # and others with experts
+# In transformers their attention calls none of its attention functions.
+WITHOUT_QKV = {"falcon", "falcon_serial", "falcon_two_norms", "gptj", "bloom", "mpt"}
 WITHOUT_FINAL_NORM = {"opt_post_norm"}
 # What is added to resid_mid is not mlp_out alone, or is normed after the add.
 NOT_A_PLAIN_SUM = {"granite", "granitemoe", "opt_post_norm"}
@@ -59,6 +61,8 @@ def lacking(name: str) -> set[str]:
         missing |= {"router", "ablate experts"}
     if name in WITHOUT_FINAL_NORM:
         missing |= {"final_norm", "project_on_vocab", "replace final_norm"}
+    if name in WITHOUT_QKV or name.endswith("_transformers"):
+        missing |= {"attn_q", "attn_k", "attn_v"}
     return missing
 
 
