@@ -1,8 +1,8 @@
 """The sites: places of a decoder-only model where activations are read and changed.
 
 A site is `(name, layer)`. Its value is the activation in the mathematical sense, independent of how the engine stores it: `[tokens,
-hidden]`, the request's own tokens in this step; `[tokens, experts]` at `router`. A `Binding` gives the place of the value in the running
-model.
+hidden]`, the request's own tokens in this step; `[tokens, heads, head_dim]` at the sites of heads, `[tokens, experts]` at `router`. A
+`Binding` gives the place of the value in the running model.
 """
 
 from __future__ import annotations

@@ -6,15 +6,12 @@ what it reports with `output_attentions`. `tests/engine/test_attention.py` has v
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny_models
 import torch
-from transformers import AutoModelForCausalLM
+from attended import SITES, Attended, pushed
 
 from midstream import Capture, LanguageModel, Patch, Steer
 from midstream.arch import heads, split_heads
@@ -24,48 +21,15 @@ from midstream.errors import ParameterError, PlanError, TraceError, UnknownSiteE
 PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
 LAYERS = range(tiny_models.LAYERS)
 NAMES = ["llama", "gemma2", "qwen3", "gpt2", "gpt_oss", "opt"]
-SITES = ("attn_q", "attn_k", "attn_v")
 AT, POSITION = 2, 3  # the layer and the position of the writes
-Change = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-
-
-class Oracle:
-    """A model of plain transformers, and a recording or a change of what its attention function gets."""
-
-    def __init__(self, name: str, folder: Any) -> None:
-        self.module: Any = AutoModelForCausalLM.from_pretrained(
-            tiny_models.build(name, folder), dtype=torch.float32, attn_implementation="eager"
-        )
-
-    def run(self, ids: list[int], change: Change = lambda _, *qkv: qkv) -> tuple[dict[Any, torch.Tensor], Any]:
-        """(site, layer) -> `[tokens, heads, head_dim]`, and the model's output; one forward without a cache."""
-        home = sys.modules[type(self.module).__module__]
-        attend, seen = home.eager_attention_forward, {}
-
-        def recorded(module: Any, *qkv_and_mask: Any, **kwargs: Any) -> Any:
-            qkv = change(module.layer_idx, *qkv_and_mask[:3])
-            for site, value in zip(SITES, qkv, strict=True):
-                seen[site, module.layer_idx] = value[0].transpose(0, 1).clone()
-            return attend(module, *qkv, *qkv_and_mask[3:], **kwargs)
-
-        with mock.patch.object(home, "eager_attention_forward", recorded), torch.no_grad():
-            output = self.module(torch.tensor([ids]), use_cache=False, output_attentions=True)
-        return seen, output
-
-    def generate(self, ids: list[int], steps: int, change: Change) -> torch.Tensor:
-        """The logits of greedy steps, each a forward of all tokens, `[steps, vocab]`."""
-        ids, logits = list(ids), []
-        for _ in range(steps):
-            logits.append(self.run(ids, change)[1].logits[0, -1])
-            ids.append(int(logits[-1].argmax()))
-        return torch.stack(logits)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, Oracle]:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, Attended]:
     folder = tmp_path_factory.getbasetemp() / "attention"
-    model = LanguageModel(str(tiny_models.build(request.param, folder)), attn_implementation="eager")
-    return model, Oracle(request.param, folder)
+    path = tiny_models.build(request.param, folder)
+    model = LanguageModel(str(path), attn_implementation="eager")
+    return model, Attended(path)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +46,7 @@ def close(value: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-5) -> No
     torch.testing.assert_close(value, expected, rtol=0, atol=float(rtol * expected.abs().max()))
 
 
-def test_traces_read_what_the_attention_function_gets(both: tuple[LanguageModel, Oracle]) -> None:
+def test_traces_read_what_the_attention_function_gets(both: tuple[LanguageModel, Attended]) -> None:
     model, oracle = both
     seen, _ = oracle.run(tokens_of(model))
 
@@ -102,7 +66,7 @@ def test_traces_read_what_the_attention_function_gets(both: tuple[LanguageModel,
     assert alone[0]["attn_k"].shape[1:] == alone[0]["attn_v"].shape[1:] == (kv_heads, 32)
 
 
-def test_plans_capture_each_token_once(both: tuple[LanguageModel, Oracle]) -> None:
+def test_plans_capture_each_token_once(both: tuple[LanguageModel, Attended]) -> None:
     """With a cache the attention function gets keys of earlier tokens again: those are not this step's."""
     model, oracle = both
     plan = [Capture(site, layers="all", positions="all") for site in SITES]
@@ -117,7 +81,7 @@ def test_plans_capture_each_token_once(both: tuple[LanguageModel, Oracle]) -> No
     close(single.captures["attn_k", 1], seen["attn_k", 1][: len(tokens_of(model)), 1])
 
 
-def test_probabilities_are_what_transformers_reports(both: tuple[LanguageModel, Oracle]) -> None:
+def test_probabilities_are_what_transformers_reports(both: tuple[LanguageModel, Attended]) -> None:
     model, oracle = both
     _, output = oracle.run(tokens_of(model))
     with torch.no_grad():
@@ -129,7 +93,7 @@ def test_probabilities_are_what_transformers_reports(both: tuple[LanguageModel, 
         assert (found[0][:, window, 0] == 0).all() and (found[1][:, window, 0] > 0).all()
 
 
-def test_probabilities_of_padded_prompts(both: tuple[LanguageModel, Oracle]) -> None:
+def test_probabilities_of_padded_prompts(both: tuple[LanguageModel, Attended]) -> None:
     model, oracle = both
     prompts = [PROMPT, "The river runs from the sea"]
     with torch.no_grad(), model.trace() as tracer:
@@ -149,21 +113,17 @@ def test_probabilities_of_padded_prompts(both: tuple[LanguageModel, Oracle]) -> 
 
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("way", ["trace", "plan"])
-def test_a_write_changes_this_step_and_all_later_ones(both: tuple[LanguageModel, Oracle], site: str, way: str) -> None:
+def test_a_write_changes_this_step_and_all_later_ones(
+    both: tuple[LanguageModel, Attended], site: str, way: str
+) -> None:
     """A written key or value stays in the cache. The oracle computes all tokens anew in each step, with the same change."""
     model, oracle = both
-    place, ids, steps = SITES.index(site), tokens_of(model), 4
+    ids, steps = tokens_of(model), 4
     shape = model.arch.binding(site, AT).heads
     push = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
     first = len(ids) - 2  # within the sliding window of the generated tokens
 
-    def change(layer: int, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = [value.clone() for value in qkv]
-        if layer == AT:
-            values[place][0, :, first] += push
-        return tuple(values)
-
-    expected = oracle.generate(ids, steps, change)
+    expected = oracle.generate(ids, steps, pushed(site, AT, first, push))
     clean = oracle.generate(ids, steps, lambda _, *qkv: qkv)
     assert (expected[0] - clean[0]).abs().max() > 1e-3 * clean.abs().max()
 
@@ -181,7 +141,7 @@ def test_a_write_changes_this_step_and_all_later_ones(both: tuple[LanguageModel,
     close(torch.stack(found), expected, 1e-4)
 
 
-def test_a_write_without_a_cache_keeps_other_values(both: tuple[LanguageModel, Oracle]) -> None:
+def test_a_write_without_a_cache_keeps_other_values(both: tuple[LanguageModel, Attended]) -> None:
     """Values may lie in the output of a projection, which other code has read."""
     model, _ = both
     with torch.no_grad():
@@ -266,7 +226,7 @@ def test_what_is_refused(llama: LanguageModel, tmp_path_factory: pytest.TempPath
         falcon.generate(PROMPT, plan=Capture("attn_k"), max_tokens=1)
 
 
-def test_the_model_computes_the_same_bits(both: tuple[LanguageModel, Oracle]) -> None:
+def test_the_model_computes_the_same_bits(both: tuple[LanguageModel, Attended]) -> None:
     model, oracle = both
     ids = torch.tensor([tokens_of(model)])
     with torch.no_grad():
