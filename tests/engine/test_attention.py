@@ -71,7 +71,7 @@ def test_plans_capture_them(both: tuple[VLLM, Attended]) -> None:
     model, oracle = both
     plan = [Capture(site, layers="all", positions="all") for site in SITES]
     (output,) = model.generate(PROMPT, plan=plan, max_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    seen, _ = oracle.run([*tokens_of(), *output.token_ids[:-1]])
+    seen, _ = oracle.run([*tokens_of(), *output.outputs[0].token_ids[:-1]])
     for i in LAYERS:
         for site in SITES:
             close(output.captures[site, i], seen[site, i].flatten(1))
@@ -99,7 +99,7 @@ def test_probabilities_are_of_written_keys(both: tuple[VLLM, Attended]) -> None:
         m.attn_k[AT][5] += push
         return m.attention_probabilities[AT]
 
-    close(model.run(write, PROMPT), oracle.run(tokens_of(), pushed("attn_k", AT, 5, push))[1].attentions[AT][0])
+    close(model.run(write, PROMPT), oracle.run(tokens_of(), pushed("attn_k", AT, [5], push))[1].attentions[AT][0])
 
 
 @pytest.mark.parametrize("layer", [AT, LAYERS[-1]])
@@ -111,7 +111,7 @@ def test_a_write_changes_this_step_and_all_later_ones(both: tuple[VLLM, Attended
     seen, _ = oracle.run(ids)
     first = len(ids) - 2  # in the sliding window of the generated tokens
     push = torch.randn(seen[site, layer].shape[1:], generator=torch.Generator().manual_seed(1)) * 3
-    expected = oracle.generate(ids, STEPS, pushed(site, layer, first, push))
+    expected = oracle.generate(ids, STEPS, pushed(site, layer, [first], push))
     clean = oracle.generate(ids, STEPS, lambda _, *qkv: qkv)
 
     def traced(m: Any, tracer: Any) -> Any:
@@ -134,16 +134,16 @@ def test_a_write_changes_this_step_and_all_later_ones(both: tuple[VLLM, Attended
 
 @pytest.mark.parametrize("site", ["attn_k", "attn_v"])
 def test_changed_keys_of_the_last_layer_are_never_shared(both: tuple[VLLM, Attended], site: str) -> None:
-    """Plain requests, then one with a plan at the first block, then plain ones again, all with the prefix cache."""
+    """Requests without a plan and with one, in turn, for one prompt, whose blocks are in the prefix cache."""
     model, oracle = both
     ids = tokens_of(PROMPT * 2)
     last = LAYERS[-1]
-    push = torch.randn(oracle.run(ids)[0][site, last].shape[1:], generator=torch.Generator().manual_seed(1)) * 3
-    position = len(ids) - 5
+    push = torch.randn(oracle.run(ids)[0][site, last].shape[1:], generator=torch.Generator().manual_seed(1)) * 10
+    positions = [*range(2, len(ids) - 20)]
     clean = oracle.generate(ids, STEPS, lambda _, *qkv: qkv)
-    changed = oracle.generate(ids, STEPS, pushed(site, last, position, push))
-    assert (clean - changed).abs().max() > 1e-3 * clean.abs().max()
-    plan = [Steer(site, layers=last, vector=push.flatten(), positions=[position])]
+    changed = oracle.generate(ids, STEPS, pushed(site, last, positions, push))
+    assert (clean - changed).abs().max() > 1e-2 * clean.abs().max()
+    plan = [Steer(site, layers=last, vector=push.flatten(), positions=positions)]
     settings = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True, "logprobs": 5}
     for each, expected in [(None, clean), (plan, changed), (None, clean), (plan, changed)]:
         (output,) = model.generate(PROMPT * 2, plan=each, **settings)

@@ -123,7 +123,7 @@ def test_a_write_changes_this_step_and_all_later_ones(
     push = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
     first = len(ids) - 2  # within the sliding window of the generated tokens
 
-    expected = oracle.generate(ids, steps, pushed(site, AT, first, push))
+    expected = oracle.generate(ids, steps, pushed(site, AT, [first], push))
     clean = oracle.generate(ids, steps, lambda _, *qkv: qkv)
     assert (expected[0] - clean[0]).abs().max() > 1e-3 * clean.abs().max()
 

@@ -45,13 +45,13 @@ class Attended:
         return torch.stack(logits)
 
 
-def pushed(site: str, layer: int, position: int, push_ND: torch.Tensor) -> Change:
-    """Adds to one token's value at a site."""
+def pushed(site: str, layer: int, positions: list[int], push_ND: torch.Tensor) -> Change:
+    """Adds to the value of some tokens at a site."""
 
     def change(at: int, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = [value.clone() for value in qkv]
         if at == layer:
-            values[SITES.index(site)][0, :, position] += push_ND
+            values[SITES.index(site)][0, :, positions] += push_ND[:, None]
         return tuple(values)
 
     return change
