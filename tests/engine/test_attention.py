@@ -20,7 +20,7 @@ from midstream.errors import TraceError
 
 pytestmark = pytest.mark.engine
 
-# Longer than the sliding windows of 16 tokens, and than two KV blocks.
+# Longer than the sliding windows of 16 tokens, and than a KV block.
 PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
 LAYERS, AT = range(tiny_models.LAYERS), 2
 STEPS = 4
@@ -40,7 +40,13 @@ STEPS = 4
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VLLM, Attended]]:
     name, mode = request.param
     path = tiny_models.build(name, tmp_path_factory.mktemp("models"))
-    engine = {**ENGINE, "max_model_len": 256, "gpu_memory_utilization": 0.1}
+    engine = {
+        **ENGINE,
+        "max_model_len": 256,
+        "gpu_memory_utilization": 0.1,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+    }
     with forked(), VLLM(str(path), **engine, enforce_eager=mode == "eager") as model:
         yield model, Attended(path)
         assert not alive(model)
