@@ -24,6 +24,11 @@ pytestmark = pytest.mark.engine
 PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
 LAYERS, AT = range(tiny_models.LAYERS), 2
 STEPS = 4
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "compiled": {},
+    "ranks": {"enforce_eager": True, "tensor_parallel_size": 2},
+}
 
 
 @pytest.fixture(
@@ -34,6 +39,7 @@ STEPS = 4
         pytest.param(("qwen3", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt2", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt_oss", "eager"), marks=pytest.mark.matrix),
+        pytest.param(("llama", "ranks"), marks=pytest.mark.matrix),
     ],
     ids="-".join,
 )
@@ -47,7 +53,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "block_size": 32,
         "enable_prefix_caching": True,
     }
-    with forked(), VLLM(str(path), **engine, enforce_eager=mode == "eager") as model:
+    with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
         yield model, Attended(path)
         assert not alive(model)
 
