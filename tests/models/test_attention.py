@@ -6,6 +6,7 @@ what it reports with `output_attentions`. `tests/engine/test_attention.py` has v
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from attended import SITES, Attended, pushed
 
 from midstream import Capture, LanguageModel, Patch, Steer
 from midstream.arch import heads, split_heads
-from midstream.errors import ParameterError, PlanError, TraceError, UnknownSiteError
+from midstream.errors import ArchitectureError, ParameterError, PlanError, TraceError, UnknownSiteError
 
 # Longer than the sliding windows of 16 tokens.
 PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
@@ -236,3 +237,24 @@ def test_the_model_computes_the_same_bits(both: tuple[LanguageModel, Attended]) 
     split_heads(model.module)
     assert before == [*model.module.modules()]
     assert all(not isinstance(each, heads.Heads) for each in oracle.module.modules())
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ({"alibi_slopes": torch.ones(4)}, r"does not support position biases \(ALiBi\), which layers\.0\.attn has"),
+        ({"chunk_lookback": 1}, "does not support chunked attention"),
+    ],
+)
+def test_attention_of_other_kinds_is_refused(feature: dict[str, Any], message: str) -> None:
+    """Stand-ins for vLLM's attention layers."""
+    stock = {"alibi_slopes": None, "scale": 0.5, "logits_soft_cap": 0, "sinks": None}
+    layer = {"layer_name": "layers.0.attn", "sliding_window": 16, "use_mm_prefix": False}
+    attention = type("Attention", (SimpleNamespace,), {})
+    assert heads.settings_of(attention(**layer, impl=SimpleNamespace(**stock))) == heads.AttentionSettings(
+        0.5, None, 16
+    )
+    with pytest.raises(ArchitectureError, match=message):
+        heads.settings_of(attention(**layer, impl=SimpleNamespace(**(stock | feature))))
+    with pytest.raises(ArchitectureError, match="chunked attention"):
+        heads.settings_of(type("ChunkedLocalAttention", (attention,), {})(**layer, impl=SimpleNamespace(**stock)))
