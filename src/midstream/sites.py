@@ -1,8 +1,8 @@
 """The sites: places of a decoder-only model where activations are read and changed.
 
 A site is `(name, layer)`. Its value is the activation in the mathematical sense, independent of how the engine stores it: `[tokens,
-hidden]`, the request's own tokens in this step; `[tokens, experts]` at `router`. A `Binding` gives the place of the value in the running
-model.
+hidden]`, the request's own tokens in this step; `[tokens, heads, head_dim]` at the sites of heads, `[tokens, experts]` at `router`. A
+`Binding` gives the place of the value in the running model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LAYER_SITES = (
     "resid_pre",
     "attn_in",
+    "attn_q",
+    "attn_k",
+    "attn_v",
     "attn_z",
     "attn_out",
     "resid_mid",
@@ -29,8 +32,8 @@ LAYER_SITES = (
     "mlp_out",
     "resid_post",
 )
-_PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:9])  # attention and MLP, which some models run side by side
-HEAD_SITES = ("attn_z",)  # [tokens, heads, head_dim]; plans see the heads side by side
+_PARTS = (LAYER_SITES[1:7], LAYER_SITES[8:12])  # attention and MLP, which some models run side by side
+HEAD_SITES = ("attn_q", "attn_k", "attn_v", "attn_z")  # [tokens, heads, head_dim]; plans see the heads side by side
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 
 # The standard accessors, with nnterp's names.
@@ -55,6 +58,9 @@ HOOKS = {
     "hook_attn_in": "attn_in",
     "ln1.hook_normalized": "attn_in",
     "ln2.hook_normalized": "mlp_in",
+    "attn.hook_rot_q": "attn_q",
+    "attn.hook_rot_k": "attn_k",
+    "attn.hook_v": "attn_v",
     "attn.hook_z": "attn_z",
     "hook_z": "attn_z",
     "mlp.hook_post": "mlp_act",
@@ -131,7 +137,7 @@ class Binding:
         hidden: the leaf that holds the value, or the first of two streams.
         residual: the leaf of the second stream, if the value is the sum of two. At run time the leaf may be None (first layer of a
             dual-stream model); then the value is `hidden` alone.
-        heads: `(heads, head_dim)` if the last axis is to be split, for `attn_z`.
+        heads: `(heads, head_dim)` if the last axis is to be split, for the sites of heads.
         scale: the factor between the leaf and the value, for embeddings that the model scales outside of their module.
         in_place: whether the block later adds this same tensor to the stream, so that a write has to change the tensor itself.
     """

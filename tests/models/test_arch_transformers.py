@@ -14,7 +14,7 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
-from midstream.arch import Architecture, detect, split_routers
+from midstream.arch import Architecture, detect, split_heads, split_routers
 from midstream.sites import LAYER_SITES
 from midstream.tree import follow
 
@@ -29,6 +29,10 @@ PARTLY = {"glm4_moe": [0], "dots1": [0]}
 # The stream is normed after each add (OPT-350m), or what is added is first multiplied outside its module (Granite).
 NOT_A_PLAIN_SUM = {"opt_post_norm", "granite", "granitemoe"}
 
+# Their attention does not call one of transformers' attention functions.
+OWN_ATTENTION = {"falcon", "falcon_serial", "falcon_two_norms", "gptj", "bloom", "mpt"}
+QKV = {"attn_q", "attn_k", "attn_v"}
+
 Values = dict[tuple[str, int | None], torch.Tensor]
 
 
@@ -42,6 +46,7 @@ def probed(name: str) -> tuple[Any, Architecture, Values, tuple[torch.Tensor, ..
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     split_routers(model)
+    split_heads(model)
     architecture = detect(model, lambda: model(IDS, use_cache=False))
     values, hidden_states = read_all(model, architecture)
     return model, architecture, values, hidden_states
@@ -77,6 +82,7 @@ def read_all(model: Any, architecture: Architecture) -> tuple[Values, tuple[torc
 def test_sites(name: str) -> None:
     absent = {"resid_mid"} if name in PARALLEL else {"mlp_act"} if name in MIXTURES else set()
     absent |= set() if name in MIXTURES or name in PARTLY else {"router"}
+    absent |= QKV if name in OWN_ATTENTION else set()
     _, architecture, _, _ = probed(name)
     layer_sites = [site for site in architecture.sites if site in LAYER_SITES]
     assert set(layer_sites) == set(LAYER_SITES) - absent

@@ -150,7 +150,7 @@ def test_sites_in_one_tensor_are_edited_in_the_order_of_the_forward(tiny: Any, o
 
 def test_a_site_that_the_architecture_lacks_is_named_with_those_it_has(tiny: Any) -> None:
     model, _ = tiny("gpt_neox")
-    with pytest.raises(PlanError, match=r"resid_mid.*resid_pre, attn_in, attn_z"):
+    with pytest.raises(PlanError, match=r"resid_mid.*resid_pre, attn_in, attn_q, attn_k, attn_v, attn_z"):
         model.generate([IDS], plan=Steer("resid_mid", vector=vector(1, 4.0, WIDTH)), max_tokens=1)
     with pytest.raises(UnknownSiteError):
         model.run(lambda m: m.resid_mid[1], IDS)

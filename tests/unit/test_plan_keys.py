@@ -47,7 +47,7 @@ def transformer_kv(layers, edited=None, tokens=5, width=4):
     for i in range(layers):
         h = at("resid_pre", i, h)
         x = at("attn_in", i, norm(h))
-        q, k, v = (x @ weight[i, j] for j in range(3))
+        q, k, v = (at(site, i, x @ weight[i, j]) for j, site in enumerate(("attn_q", "attn_k", "attn_v")))
         kv.append([k, v])
         scores = np.where(np.tri(tokens, dtype=bool), q @ k.T, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
@@ -66,7 +66,7 @@ def transformer_kv(layers, edited=None, tokens=5, width=4):
 def test_which_sites_change_kv(site, layers):
     plain = transformer_kv(layers)
     for layer in range(layers):
-        for position in range(5):
+        for position in range(site == "attn_q", 5):  # whatever its query, the first token attends to itself alone
             changed = np.abs(transformer_kv(layers, (site, layer, position)) - plain).max((0, 1, 3)) > 0
             assert not changed[:position].any(), "nothing before the edit"
             assert changes_kv(site, layer, layers) == changed.any()
@@ -79,7 +79,7 @@ def test_which_sites_change_kv(site, layers):
 
 def kv_meaning(plan, length, end):
     """What is done below `end` that keys and values can tell."""
-    free = {(site, LAYERS - 1) for site in LAYER_SITES if site not in ("resid_pre", "attn_in")}
+    free = {(site, LAYERS - 1) for site in LAYER_SITES if site not in ("resid_pre", "attn_in", "attn_k", "attn_v")}
     return [
         {
             point: done[:3]

@@ -43,7 +43,7 @@ def capture(**fields):
 
 # ------------------------------------------------------------------------------------------------ what is refused
 
-SITES = r"resid_pre, attn_in, attn_z, attn_out, resid_mid, mlp_in, router, mlp_act, mlp_out, resid_post"
+SITES = r"resid_pre, attn_in, attn_q, attn_k, attn_v, attn_z, attn_out, resid_mid, mlp_in, router, mlp_act, mlp_out, resid_post"
 REFUSED = [
     # what, its fields, and the message: the field, what was given, what is allowed
     (steer, {"site": "resid"}, rf"^Steer\.site is 'resid'; allowed: {SITES}\.$"),

@@ -2,6 +2,7 @@
 
 from midstream.arch.blocks import ROLES
 from midstream.arch.detect import Architecture, detect
+from midstream.arch.heads import split_heads
 from midstream.arch.routers import split_routers
 
-__all__ = ["ROLES", "Architecture", "detect", "split_routers"]
+__all__ = ["ROLES", "Architecture", "detect", "split_heads", "split_routers"]

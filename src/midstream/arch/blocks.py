@@ -40,6 +40,7 @@ ROLES = tuple(STANDARD)
 BARE_MLP = (("fc1", "fc2"), ("fc_in", "fc_out"), ("linear1", "linear2"))
 
 ROUTER_LOGITS = "midstream_logits"  # the module that `routers` puts into a router
+HEADS = "midstream_heads"  # the module that `heads` puts into an attention
 
 PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 
@@ -306,6 +307,7 @@ class DecoderBlock:
         if self.attn is not None:
             sites["attn_in"] = Binding(self.attn.first.path, "input", self.attn.source.ref)
             sites["attn_out"] = self._added(self.attn)
+            sites |= self._attended(self.attn)
             sites["attn_z"] = self._heads(self.attn, config, head_dim)
         if self.mlp is not None:
             sites["mlp_in"] = Binding(self.mlp.first.path, "input", self.mlp.source.ref)
@@ -448,6 +450,27 @@ class DecoderBlock:
                     return Binding(source.path, "output", out.ref)
         return None
 
+    def _attended(self, attn: SubLayer) -> dict[str, Binding]:
+        """Queries, keys and values: the inputs of vLLM's attention, or of the module that `split_heads` has put before a function.
+
+        None of them if there are several such modules, or if they take tensors of another shape (MLA). An attention that uses the keys and
+        values of another layer has only queries of its own.
+        """
+        calls = [call for call in self.probe.within(attn.first) if (own := head_dims_of(call.module)) is not None]
+        if len(calls) != 1:
+            return {}
+        (call,) = calls
+        module, own = call.module, head_dims_of(call.module)
+        rows = self.like.tensor.numel() // self.like.shape[-1]
+        taken = [leaf for leaf in call.inputs if leaf.floating][: len(own or ())]
+        found = {}
+        for site, leaf, size in zip(("attn_q", "attn_k", "attn_v"), taken, own or (), strict=False):
+            width = leaf.shape[-1]
+            is_own = site == "attn_q" or not takes_other_kv(module)
+            if is_own and size and width % size == 0 and leaf.tensor.numel() == rows * width and leaf.ref[0] in (0, 1):
+                found[site] = Binding(call.path, "input", leaf.ref, heads=(width // size, size))
+        return found if len(taken) == 3 and "attn_q" in found else {}
+
     def _heads(self, attn: SubLayer, config: Any, head_dim: int | None) -> Binding | None:
         taken = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []
         if not taken or attn.projection is None:
@@ -483,6 +506,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def is_a(module: nn.Module, *names: str) -> bool:
     """Whether the module's class or a base class has one of these names. A layer with adapters is what it is without."""
     return any(cls.__name__ in names for cls in type(unwrapped(module)).__mro__)
+
+
+def head_dims_of(module: Any) -> tuple[int, int, int] | None:
+    """The widths of a head of queries, keys and values, if the module takes the three."""
+    if type(module).__name__ == "Heads":
+        return module.head_dims  # type: ignore[no-any-return]
+    if not is_a(module, "Attention") or not hasattr(module, "impl"):
+        return None
+    return module.head_size, module.head_size, getattr(module, "head_size_v", module.head_size)
+
+
+def takes_other_kv(module: Any) -> bool:
+    """Whether this attention uses the keys and values of another layer, so that its inputs do not matter."""
+    return (
+        bool(getattr(module, "shares_kv", False)) or getattr(module, "kv_sharing_target_layer_name", None) is not None
+    )
 
 
 def is_linear(module: nn.Module) -> bool:

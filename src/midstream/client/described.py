@@ -26,7 +26,15 @@ from midstream.trace.record import Model
 from midstream.trace.shipping import ShippedCode, ship
 from midstream.trace.tracer import BodyTracer
 
-_IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
+_IN_TRACES = (
+    "logits",
+    "samples",
+    "next_token_probs",
+    "attention_probabilities",
+    "project_on_vocab",
+    "steer",
+    "skip_layers",
+)
 _VALUES = ("output", "input", "inputs")
 _CONTENTS = ("parameters", "named_parameters", "state_dict", "weight", "bias")
 

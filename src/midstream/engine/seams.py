@@ -380,6 +380,12 @@ _WORKER = (
          "Several layers' specs.", members="kv_cache_specs"),
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.engine.runners.Runner.prepare_clearing",
          "A layer's KV cache, which midstream clears where vLLM does not.", members="kv_cache"),
+    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.blocks.head_dims_of",
+         "The inputs of a layer's attention are the sites attn_q, attn_k and attn_v.",
+         members="forward(query, key, value, **rest); head_size; kv_sharing_target_layer_name", seen="0.32"),
+    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.heads.settings_of",
+         "The settings from which attention_probabilities are computed; the soft cap, sinks, ALiBi slopes and scale are of `impl`.",
+         members="impl; sliding_window; layer_name", seen="0.32"),
 )
 
 _ADAPTERS = (

@@ -93,8 +93,8 @@ class Capture(Reading):
             converts them, for every destination. Captures of the same rows with the same destination need the same dtype and head.
         program: computes on the engine, from each row, the values to keep in place of the row: a `midstream.plan.program.Program` of the
             site's width whose result is a tuple. `plan.running.unpacked` separates the results. Only for `to=None`.
-        head: at `attn_z`, keep only this head, counted from 0: `[positions, head_dim]`; or these heads, in this order:
-            `[positions, heads, head_dim]`. None keeps all heads side by side: `[positions, heads * head_dim]`.
+        head: at sites of heads (`attn_z`), keep only this head, counted from 0: `[positions, head_dim]`; or these heads, in this
+            order: `[positions, heads, head_dim]`. None keeps all heads side by side: `[positions, heads * head_dim]`.
 
     Raises:
         PlanError: the value of a field is not allowed.

@@ -425,8 +425,10 @@ def _order(point: Point) -> tuple[int, int]:
 
 
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
-    """Whether the value at a site affects any key or value of attention: at the last layer, only the input of its attention does."""
-    return layer < num_layers - 1 or site in ("resid_pre", "attn_in")
+    """Whether the value at a site affects any key or value of attention: at the last layer, only the input of its attention, and the
+    keys and values themselves, do.
+    """
+    return layer < num_layers - 1 or site in ("resid_pre", "attn_in", "attn_k", "attn_v")
 
 
 class _Active(NamedTuple):

@@ -194,7 +194,8 @@ class SweepRun:
 
     def _head_count(self) -> int:
         facts = self._model.facts
-        return min((facts.widths[point] // head_dim for point, head_dim in facts.head_dims.items()), default=0)
+        counts = (facts.widths[at] // head_dim for at, head_dim in facts.head_dims.items() if at[0] == "attn_z")
+        return min(counts, default=0)
 
     # Running. On a model in this process no await ever waits.
 

@@ -18,12 +18,15 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
+from midstream.arch.heads import settings_of
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, ForwardSource, forward_source
 from midstream.trace.parallel import StageValue, real
+from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
+from midstream.trace.visit import Visit
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -382,6 +385,67 @@ class SitePerLayer:
         return (self[layer] for layer in range(len(self)))
 
 
+class AttentionProbabilities(SitePerLayer):
+    """`attention_probabilities[i]`: the attention of layer i between the tokens of the prompt, computed again from `attn_q` and `attn_k`,
+    `[heads, queries, keys]`. A slice of layers gives a list.
+    """
+
+    def __init__(self, arch: Architecture, forward: Forward) -> None:
+        super().__init__(arch, "attn_q")
+        self._forward = forward
+
+    def _index(self, layer: Any) -> int:
+        try:
+            return operator.index(layer)
+        except TypeError:
+            raise UnknownSiteError(
+                f"attention_probabilities[{layer!r}]: a layer is one number, or a slice. Index the value itself after that: "
+                "attention_probabilities[3][0]."
+            ) from None
+
+    def __getitem__(self, layer: int | slice) -> Any:
+        if isinstance(layer, slice):
+            return [self[each] for each in range(len(self))[layer]]
+        binding, _ = self._at(layer)
+        keys = self._arch.binding("attn_k", range(len(self))[self._index(layer)])
+        return current_body().read((binding.path, binding.kind), lambda visit: self._computed(visit, binding, keys))
+
+    def __setitem__(self, layer: Any, value: Any) -> None:
+        raise TraceError(
+            "attention_probabilities cannot be written: they are computed again from attn_q and attn_k, beside the forward. Write "
+            "to those, or to attn_z."
+        )
+
+    def _computed(self, visit: Visit, queries: Binding, keys: Binding) -> torch.Tensor:
+        settings = settings_of(self._forward.modules[queries.path])
+        rows = visit.rows
+        if visit.step > 0 or (isinstance(rows, FlatRows) and rows.first_position > 0):
+            raise TraceError(
+                f"attention_probabilities are those of the prompt, in step 0; this is step {visit.step}, whose keys of earlier "
+                "tokens are in the cache. Read them in step 0, or give the generated tokens as part of a prompt."
+            )
+        if settings.sinks_N is not None and self._forward.peers.several:
+            raise TraceError(
+                "attention_probabilities of a model with sinks need an engine without tensor parallelism: each rank has its own sinks. "
+                "Read attn_q and attn_k."
+            )
+        q, k = visit.site(queries), visit.site(keys)
+        if q.ndim == 3:
+            return settings.probabilities(q, k, _mask_of(settings.mask, rows, 0))
+        several = [
+            settings.probabilities(*each, _mask_of(settings.mask, rows, i))
+            for i, each in enumerate(zip(q, k, strict=True))
+        ]
+        return torch.stack(several)
+
+
+def _mask_of(mask: torch.Tensor | None, rows: Any, place: int) -> torch.Tensor | None:
+    """The part of a batch's attention mask that a request sees, without its padding."""
+    if mask is None or mask.ndim != 4:
+        return None
+    return mask[min(rows.index + place, len(mask) - 1), :, rows.pad :, rows.pad :]
+
+
 def _site_property(site: str) -> property:
     def get(self: ModelEnvoy) -> torch.Tensor:
         binding = self._arch.binding(site)
@@ -445,6 +509,13 @@ class ModelEnvoy(Envoy, Sizes):
     def on(self, forward: Forward) -> ModelEnvoy:
         """The same model, for bodies that `forward` runs."""
         return ModelEnvoy(self._module, self._arch, forward, self._unembed, self._tokenizer)
+
+    @property
+    def attention_probabilities(self) -> AttentionProbabilities:
+        """`attention_probabilities[i]` are those of layer i between the prompt's tokens, `[heads, queries, keys]`. The row of a query
+        sums to 1, less the share of a sink. They can be read in step 0, and not written.
+        """
+        return AttentionProbabilities(self._arch, self._forward)
 
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")

@@ -694,6 +694,10 @@ class _RecordedModel(ModelEnvoy):
         self._config = model.text_config
 
     @property
+    def attention_probabilities(self) -> NoReturn:
+        _end("it reads attention_probabilities, which need the settings of the model's attention")
+
+    @property
     def _text_config(self) -> Any:
         return self._config
 

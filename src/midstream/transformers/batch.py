@@ -20,6 +20,7 @@ import torch
 
 from midstream import hooks
 from midstream.arch import Architecture
+from midstream.arch.heads import caches_known
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
@@ -486,15 +487,16 @@ class PaddedBatch:
             return torch.tensor(ended, device=so_far_BS.device)
 
         eos = self.module.generation_config.eos_token_id
-        self.module.generate(
-            ids_BS,
-            attention_mask=mask_BS,
-            logits_processor=LogitsProcessorList([on_logits]),
-            stopping_criteria=StoppingCriteriaList([on_samples]),
-            pad_token_id=self.pad,
-            eos_token_id=None if self.params.get("ignore_eos") else eos,
-            **self._generation_settings(),
-        )
+        with caches_known(self.module):
+            self.module.generate(
+                ids_BS,
+                attention_mask=mask_BS,
+                logits_processor=LogitsProcessorList([on_logits]),
+                stopping_criteria=StoppingCriteriaList([on_samples]),
+                pad_token_id=self.pad,
+                eos_token_id=None if self.params.get("ignore_eos") else eos,
+                **self._generation_settings(),
+            )
 
 
 def _taken(rows: BatchRows, name: str, value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midstream.arch import detect, split_routers
+from midstream.arch import detect, split_heads, split_routers
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
@@ -146,6 +146,7 @@ class LanguageModel(TraceModel):
         self._numbers = itertools.count()  # request ids
         config = module.config.get_text_config()
         split_routers(module, rename)
+        split_heads(module)
         self.arch = detect(
             module,
             self._probe,

@@ -32,8 +32,8 @@ class Clamp(Edit):
         low, high: bounds of s, in the units of the activation; None or infinite for no bound.
         strength: from 0 (no effect) to 1 (full effect).
         phase, positions: as in `Steer`.
-        head: at `attn_z`, clamp only in this head, counted from 0, or in each of these heads by itself. `direction` is then `[head_dim]`;
-            or `[heads * head_dim]`, of which each head's part is a direction of its own.
+        head: at sites of heads (`attn_z`), clamp only in this head, counted from 0, or in each of these heads by itself. `direction` is
+            `[head_dim]`; or `[heads * head_dim]`, of which each head's part is a direction of its own.
 
     Raises:
         PlanError: the value of a field is not allowed; the direction is zero; low is above high; positions with `phase="prefill"`.

@@ -35,8 +35,8 @@ class Patch(Edit):
         source_layer, source_site: for a run; None means the same as `layer` and `site`.
         alpha: a, from 0 (no effect) to 1 (replace).
         mask: `[hidden]`, from 0 to 1, multiplied with alpha in each dimension; True and False count as 1 and 0. Or a name.
-        head: at `attn_z`, patch only this head or these heads, counted from 0, each from the same head of the source. A vector or a mask
-            is then `[heads * head_dim]`, with the heads side by side; or `[head_dim]`, the same for each of them.
+        head: at sites of heads (`attn_z`), patch only this head or these heads, counted from 0, each from the same head of the source. A
+            vector or a mask is then `[heads * head_dim]`, with the heads side by side; or `[head_dim]`, the same for each of them.
 
     Raises:
         PlanError: the value of a field is not allowed, or a `source_...` field is given although the source is not a run.

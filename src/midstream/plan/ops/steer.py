@@ -34,8 +34,8 @@ class Steer(Edit):
             `phase="decode"`, steer only at these generated tokens, counted from 0. None means all tokens of `phase`.
         norm_match: make the added vector `scale` times as long as h at that token, after the patches of the site: `h += scale * ||h|| *
             vector / ||vector||`.
-        head: at `attn_z`, steer only this head or these heads, counted from 0. `vector` is then `[head_dim]`, added to each of them; or
-            `[heads * head_dim]`, of which only their part is added.
+        head: at sites of heads (`attn_z`), steer only this head or these heads, counted from 0. `vector` is then `[head_dim]`, added to
+            each of them; or `[heads * head_dim]`, of which only their part is added.
 
     Raises:
         PlanError: the value of a field is not allowed; the vector has NaN or infinity; it is zero and norm_match is set; positions with
