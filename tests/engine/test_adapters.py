@@ -355,6 +355,7 @@ def test_invokes_that_wait_for_each_other_have_no_more_adapters_than_a_step_take
     assert len(outputs) == 3  # vLLM takes them in turns
 
 
+@pytest.mark.matrix
 def test_an_async_engine_that_compiles_runs_adapters(base, merged, requests):
     given = {
         **{**ENGINE, **RANKS},

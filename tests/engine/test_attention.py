@@ -35,7 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     scope="module",
     params=[
         ("llama", "eager"),
-        ("gemma2", "compiled"),
+        ("gemma2", "eager"),
+        pytest.param(("gemma2", "compiled"), marks=pytest.mark.matrix),
         pytest.param(("qwen3", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt2", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt_oss", "eager"), marks=pytest.mark.matrix),

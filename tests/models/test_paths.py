@@ -353,7 +353,7 @@ def test_runs_of_receivers_take_little_room(hf, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------------ refusals
 
 REFUSED = {
-    "queries": ({"receivers": (5, 3, "q")}, ParameterError, "queries, keys and values are no sites.*Give \\(5, 3\\)"),
+    "queries": ({"receivers": (5, 3, "q")}, ParameterError, "queries, keys and values cannot be receivers.*Give \\(5, 3\\)"),
     "a word": ({"receivers": "heads"}, ParameterError, "receivers is 'heads'. Allowed: \"logits\", or heads"),
     "no receiver": ({"receivers": []}, ParameterError, "receivers is \\[\\]"),
     "a layer of receivers": ({"receivers": (8, 0)}, ParameterError, "receivers has layer 8, and this model has no heads"),

@@ -39,7 +39,7 @@ def receivers_of(given: Any) -> list[tuple[int, int]] | None:
     parts = [each for each in heads if isinstance(each, (list, tuple)) and len(each) == 3 and _is_head(each[:2])]
     if parts:
         raise ParameterError(
-            f"receivers has {tuple(parts[0])!r}. A head's queries, keys and values are no sites, so they cannot be receivers one by one. "
+            f"receivers has {tuple(parts[0])!r}. A head's queries, keys and values cannot be receivers one by one. "
             f"Give {tuple(parts[0][:2])!r}: the head with all three.",
             field="receivers",
         )
