@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -154,6 +155,16 @@ def test_heads_are_patched_one_by_one(model, plain):
     expected = [[[diff(oracle.cell("attn_z", [layer], [4], head=head))] for head in range(4)] for layer in (3, 4)]
     assert result.values["attn_z"].shape == (2, 4, 1)
     np.testing.assert_allclose(result.values["attn_z"], expected, **CLOSE)
+
+
+def test_layers_with_different_numbers_of_heads_are_not_swept_together(hf, monkeypatch):
+    """Seen failing: the heads that only some layers have were left out."""
+    facts = hf.facts
+    changed = replace(facts, head_dims={**facts.head_dims, ("attn_z", 4): facts.head_dims["attn_z", 4] // 2})
+    monkeypatch.setattr(type(hf), "facts", property(lambda self: changed))
+    with pytest.raises(ParameterError, match=r"different numbers of heads, \[4, 8\]"):
+        hf.sweep(*PAIR, sites="attn_z", heads="all", layers=[3, 4], positions=[-1])
+    assert hf.sweep(*PAIR, sites="attn_z", heads=[3], layers=[3], positions=[-1]).values["attn_z"].shape == (1, 1, 1)
 
 
 def test_ablations_by_zeros_and_by_the_mean(model, plain):

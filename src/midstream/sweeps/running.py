@@ -140,10 +140,11 @@ class SweepRun:
         if asked.source != "run":
             self._others = [None] * len(clean)  # an ablation reads no position of another prompt
         self._answers = [self._graded(*pair) for pair in zip(self._answer, self._foil, strict=True)]
+        rows = rows_of(asked.layers, asked.sites, model.facts)
         grid = Grid(
             list(asked.sites),
-            rows_of(asked.layers, asked.sites, model.facts),
-            heads_of(asked.heads, self._head_count()),
+            rows,
+            heads_of(asked.heads, self._head_count(rows)),
             columns_of(asked.positions, self._bases, self._others),
         )
         pairs = [
@@ -192,10 +193,15 @@ class SweepRun:
             raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
         return found  # type: ignore[no-any-return]
 
-    def _head_count(self) -> int:
-        facts = self._model.facts
-        counts = (facts.widths[at] // head_dim for at, head_dim in facts.head_dims.items() if at[0] == "attn_z")
-        return min(counts, default=0)
+    def _head_count(self, rows: Sequence[Sequence[int]]) -> int:
+        """How many heads each of these layers has; 0 if they have no site of heads. Raises ParameterError if they differ."""
+        facts, layers = self._model.facts, set(itertools.chain.from_iterable(rows))
+        each = {at: facts.widths[at] // size for at, size in facts.head_dims.items() if at[0] == "attn_z"}
+        counts = sorted({count for (_, layer), count in each.items() if layer in layers})
+        if self.asked.heads is not None and len(counts) > 1:
+            text = f"heads: the layers have different numbers of heads, {counts}. Sweep layers of one kind at a time: layers=[...]."
+            raise ParameterError(text, field="heads")
+        return counts[0] if counts else 0
 
     # Running. On a model in this process no await ever waits.
 
