@@ -269,7 +269,7 @@ def test_a_sweep_from_the_empty_form_fills_the_heatmap(page: Page, server: Serve
 def test_layers_and_sites_are_in_the_models_order(page: Page) -> None:
     """As in the figures of Python: the first layer at the bottom, blue for more."""
     sites = [each.get_attribute("value") for each in page.all("#site-list input")]
-    assert sites == [site for site in LAYER_SITES if site in sites] and len(sites) == 9
+    assert sites == [site for site in LAYER_SITES if site in sites] and len(sites) == 12
     page.sweep()
     values = [value_of(label) for label in page.labels().values()]
     found = re.findall(r"−?[\d.]+", page["gradient"].get_attribute("aria-label"))
