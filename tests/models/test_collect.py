@@ -651,7 +651,7 @@ def test_an_interrupted_collection_on_transformers_ends_at_once_and_goes_on(
         process.wait(60)
         seconds = time.time() - interrupted
     last = (tmp_path / "errors").read_text().splitlines()[-1]
-    assert seconds < 5, last  # one, where nothing else runs
+    assert seconds < 10, last  # one, where nothing else runs
     said = re.fullmatch(
         f"KeyboardInterrupt: At least (\\d+) of {collect_script.COUNT} prompts are in '{tmp_path / 'rows'}'; the same call again collects "
         "the others.",
