@@ -496,6 +496,8 @@ class SlotReader:
             while True:
                 slot, size, place = self._header()
                 if slot == wire.END:
+                    for copy in copies:
+                        copy.result()
                     return None
                 if slot == wire.LOST:
                     return wire.receive(self._sock, size).decode()
