@@ -8,7 +8,7 @@ from midstream import Patch, Plan, RecordedRun
 from midstream.capture.rows import NO_ROUTES
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import PreparedPlan
-from midstream.requests.vectors_and_runs import Runs, Vectors
+from midstream.requests.vectors_and_runs import LoadedAdapters, Runs, Vectors
 from midstream.vllm.engine import EngineConnection, EngineRequest
 from midstream.vllm.stream import EngineStream
 
@@ -21,7 +21,7 @@ class Connection(EngineConnection):
     def __init__(self) -> None:
         self.leases = 0
         self.answered = asyncio.Event()
-        self.vectors, self.runs = Vectors(), Runs(self._ask, None)
+        self.vectors, self.runs, self.adapters = Vectors(), Runs(self._ask, None), LoadedAdapters(None)
         self._sending, self._interrupted = asyncio.Lock(), []
 
     async def _ask(self, what, ids, by):
