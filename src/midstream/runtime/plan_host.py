@@ -42,7 +42,7 @@ class _Step(NamedTuple):
         first: `[requests]`, the first row of each.
         counts: `[requests]`, how many rows each has.
         computed: `[requests]`, the position of each first row.
-        is_generated: `[requests]`, whether it has one row, behind the positions that have profiles of their own.
+        is_generated: `[requests]`, whether it has one row, after the positions that have profiles of their own.
         total: T, padding included.
     """
 
@@ -62,9 +62,8 @@ class _Step(NamedTuple):
     def others(self, table: RequestTable) -> Iterator[tuple[PlannedRequest, int, int, int]]:
         """The planned requests with other rows: (request, first row, first position, last position + 1)."""
         for i in np.flatnonzero(~self.is_generated & (self.slots > 0)).tolist():
-            request, start = table.requests[self.slots[i]], int(self.computed[i])
-            assert request is not None
-            yield request, int(self.first[i]), start, start + int(self.counts[i])
+            start = int(self.computed[i])
+            yield table.request(self.slots[i]), int(self.first[i]), start, start + int(self.counts[i])
 
 
 class PlanHost:
@@ -272,11 +271,10 @@ class PlanHost:
         taking, positions = slots[takes], step.computed[takes]
         full = (table.left[taking] == 0) | (table.captured[taking] != positions)
         for slot, position in zip(taking[full].tolist(), positions[full].tolist(), strict=True):
-            self._begin_page(table.requests[slot], position)
+            self._begin_page(table.request(slot), position)
         places_T[step.first[takes]] = table.address[taking]
         self._take_places(taking, positions)
-        many = taking[table.size[taking] >= DUE_BYTES].tolist()
-        self._due = [request for slot in many if (request := table.requests[slot]) is not None]
+        self._due = list(map(table.request, taking[table.size[taking] >= DUE_BYTES].tolist()))
         for i in np.flatnonzero(step.is_generated & table.selects[slots]).tolist():
             places_T[step.first[i]] = self._selected_place(int(slots[i]), int(step.computed[i]))
         # profile -> (request, rows, position of row 0)
@@ -326,8 +324,7 @@ class PlanHost:
 
     def _selected_place(self, slot: int, position: int) -> int:
         """The address for the row of a generated token of a request with selectors; 0 if it is not captured."""
-        request = self._table.requests[slot]
-        assert request is not None
+        request = self._table.request(slot)
         if request.captured > position:  # before a preemption
             return 0
         if not request.loaded.selects(position - request.length):
@@ -351,13 +348,12 @@ class PlanHost:
         table.left[slots] -= 1
         table.captured[slots] = positions + 1
 
-    def _begin_page(self, request: PlannedRequest | None, position: int | None) -> None:
-        """A new page for the rows of generated tokens; `position`: as `Page` has it."""
-        assert request is not None
+    def _begin_page(self, request: PlannedRequest, first_position: int | None) -> None:
+        """A new page for the rows of generated tokens; `first_position`: as `Page` has it."""
         number = request.loaded.generated
         profile = self.tables.profiles[number]
         rows = Page.rows(profile.row_width * self._dtype.itemsize)
-        request.begin_page(Page(self._block(number, rows), profile.planes, position))
+        request.begin_page(Page(self._block(number, rows), profile.planes, first_position))
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""

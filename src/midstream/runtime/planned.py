@@ -65,11 +65,10 @@ class RequestTable:
     Each request has a slot; slot 0 stands for requests without a plan.
 
     Attributes:
-        requests: by slot.
         end: `[slots]`, the first position from which on all rows have the same profile.
         profile: `[slots]`, int32, that profile.
         captures: `[slots]`, bool, whether all of these rows are captured.
-        selects: `[slots]`, bool, whether selectors choose those that are.
+        selects: `[slots]`, bool, whether selectors choose which of these rows are captured.
         captured: `[slots]`, positions below this have been captured.
         address: `[slots]`, where the next of these rows is written.
         row_bytes: `[slots]`, of such a row.
@@ -78,7 +77,7 @@ class RequestTable:
     """
 
     def __init__(self) -> None:
-        self.requests: list[PlannedRequest | None] = [None] * _FIRST_SLOTS
+        self._requests: list[PlannedRequest | None] = [None] * _FIRST_SLOTS  # by slot
         self.profile = np.zeros(_FIRST_SLOTS, np.int32)
         self.captures, self.selects = (np.zeros(_FIRST_SLOTS, bool) for _ in range(2))
         self.end, self.captured, self.address, self.row_bytes, self.left, self.size = (
@@ -92,11 +91,21 @@ class RequestTable:
         known = self._slots
         return np.array([known.get(name, 0) for name in names], np.int64)
 
+    def request(self, slot: int) -> PlannedRequest:
+        """The request that has the slot."""
+        found = self._requests[slot]
+        assert found is not None
+        return found
+
+    def put(self, request: PlannedRequest) -> None:
+        """The request takes the slot that `add` gave it."""
+        self._requests[request.slot] = request
+
     def add(self, name: str) -> int:
         """A slot for a request."""
         if not self._free:
-            size = len(self.requests)
-            self.requests += [None] * size
+            size = len(self._requests)
+            self._requests += [None] * size
             for column, each in vars(self).items():
                 if isinstance(each, np.ndarray):
                     setattr(self, column, np.concatenate([each, np.zeros_like(each)]))
@@ -106,7 +115,7 @@ class RequestTable:
 
     def remove(self, name: str) -> None:
         slot = self._slots.pop(name)
-        self.requests[slot] = None
+        self._requests[slot] = None
         for each in vars(self).values():
             if isinstance(each, np.ndarray):
                 each[slot] = 0
@@ -146,11 +155,11 @@ class PlannedRequest:
     page: Page | None = None
 
     def __post_init__(self) -> None:
-        self.table.requests[self.slot] = self
+        self.table.put(self)
         self.tabulate()
 
     def tabulate(self) -> None:
-        """Put into the table what `loaded` and `length` say."""
+        """Write to the table which profile the rows of generated tokens have, and which of them are captured."""
         table, slot, loaded = self.table, self.slot, self.loaded
         captures = loaded.captures_generated is not None
         table.end[slot], table.profile[slot] = self.end, loaded.generated

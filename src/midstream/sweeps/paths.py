@@ -25,9 +25,8 @@ from midstream.sweeps.results import SweepResult
 from midstream.sweeps.running import ENGINE_GROUPS, Job, SweepRun, new_name
 
 HEADS, MLPS = "attn_z", "mlp_out"
-GROUP_BYTES = RECORD_BYTES // (
-    2 * ENGINE_GROUPS
-)  # of the runs of one group; the other half is for those of the prompts
+# Of the runs of one group; the other half of the engine's room is for the runs of the prompts.
+GROUP_BYTES = RECORD_BYTES // (2 * ENGINE_GROUPS)
 
 
 def receivers_of(given: Any) -> list[tuple[int, int]] | None:
@@ -119,7 +118,8 @@ class PathRun(SweepRun):
     def _frozen_points(self, sender: int) -> list[tuple[str, int]]:
         """The site and layer of each value that is frozen if a head of this layer is patched.
 
-        Receivers in several layers are frozen, too, but for the last layer, and are read before that. So none of them changes another one.
+        Receivers of earlier layers are frozen, too: what each of them would take is captured before its patch. So no receiver changes
+        what another one takes.
         """
         points = [(HEADS, layer) for layer in range(sender + 1, self._end)]
         if MLPS in self._paths.frozen:

@@ -293,8 +293,7 @@ class SenderSlots:
             raise
         except Exception as error:
             _log.error("results channel: a result could not be copied", exc_info=error)
-            for stream in self._streams.values():
-                stream.synchronize()
+            self._wait_for_devices()
             self._free += [chunk.slot for chunk in filled]
             reason = f"copying it failed: {error!r}".encode()
             self._sock.sendall(wire.CHUNK.pack(wire.LOST, len(reason), 0) + reason)
@@ -302,7 +301,8 @@ class SenderSlots:
             self._sock.sendall(wire.CHUNK.pack(wire.END, 0, 0))
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the memory, once no device writes to it any more. Idempotent."""
+        self._wait_for_devices()
         if self._memory is not None:
             for slot in self._pinned:
                 torch.cuda.cudart().cudaHostUnregister(self._slot(slot).data_ptr())
@@ -312,6 +312,10 @@ class SenderSlots:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _wait_for_devices(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def _chunks(
         self,
