@@ -6,6 +6,7 @@ python tests/gpu/check_apart.py --runner v2
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -33,7 +34,7 @@ def main() -> int:
 
     given = {**engine_arguments(arguments), **test_apart.ENGINE, "enforce_eager": arguments.eager}
     for name, test in vars(test_apart).items():
-        if name.startswith("test_i"):
+        if name.startswith("test_") and [*inspect.signature(test).parameters] == ["model", "drive"]:
             setattr(Checks, f"check_{name[5:]}", lambda self, test=test: test(self.model, self.drive))
     with asyncio.Runner() as runner, VLLM(demo_model(), **given, max_num_seqs=16) as model:
         return 1 if run_checks(Checks(model, runner), arguments.runner) else 0

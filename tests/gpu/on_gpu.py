@@ -63,7 +63,9 @@ def run_checks(checks: Any, label: str) -> int:
     """
     failed = 0
     after_each, after_failure = getattr(checks, "after_each", lambda: None), getattr(checks, "after_failure", str)
-    for name in [name for name in dir(checks) if name.startswith("check_")]:
+    names = [name for name in dir(checks) if name.startswith("check_")]
+    assert names, f"{label}: there is no check"
+    for name in names:
         try:
             getattr(checks, name)()
             after_each()
