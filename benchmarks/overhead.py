@@ -4,6 +4,7 @@
     python benchmarks/overhead.py plans --runner v2 --shape llama-3.1-8b --load mixed
     python benchmarks/overhead.py traces --runner v2 --load mixed --mode async   # requests arrive while others run
     python benchmarks/overhead.py plans --pp 2                                   # two GPUs; also --tp 2
+    python benchmarks/overhead.py plans --load prompts --only "every token" --vllm-layers 4   # and vLLM's own extraction of four layers
     python benchmarks/overhead.py captures                                       # every layer of long prompts, to the client
     python benchmarks/overhead.py stages --pp 2                                  # a trace over stages, against one rank
     python benchmarks/overhead.py starts --rounds 3                              # engine starts with filled caches
@@ -17,20 +18,29 @@ the requests is traced only there, because a sync engine runs one call at a time
 
 A ratio is the median over the rounds with its 95 % bootstrap interval; below 1 means slower than stock vLLM. "The others" are the
 requests without an intervention: their times from arrival to end are compared with those of the same requests in stock vLLM.
+
+`--vllm-layers` adds stock vLLM with its speculative method `extract_hidden_states`, an engine for each number of layers. It writes a
+file for each request to the directory for temporary files, and a run ends when all files are complete. If such an engine fails, its
+row is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import functools
 import itertools
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import repeat
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +78,8 @@ PARAMS = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 FEATURES = 16_384  # of an SAE
 RATE = 1.25  # arrivals for each request that stock vLLM finishes
 ONE_IN = (20, 1)  # which requests are traced: every 20th, all
+BESIDE_VLLM = 0.22  # of the GPU's memory for each other engine if vLLM's own extraction runs
+VLLM_EXTRACTION = 0.46  # of it for all engines that extract: their rows take most of the KV cache
 
 
 class Load:
@@ -89,6 +101,7 @@ class Load:
         shared = {tokens: {"max_tokens": tokens, **PARAMS} for tokens in outputs}
         self.params = [shared[tokens] for tokens in outputs]
         self.tokens = sum(outputs)
+        self.rows = int(self._prompts.sum()) + self.tokens - self.count  # the last generated token has no row
         self.arrivals = [0.0] * self.count
 
     def prompts(self) -> list[list[int]]:
@@ -109,19 +122,21 @@ class Row:
         plan: as of `model.generate`.
         trace: a function, as of `model.run`.
         one_in: how many requests have the trace; 1 means all.
+        layers: how many layers are captured at every token.
     """
 
     name: str
     plan: Any = None
     trace: Callable[..., Any] | None = None
     one_in: int = 1
+    layers: int = 0
 
     def is_traced(self, number: int) -> bool:
         return self.trace is not None and number % self.one_in == 0
 
     def others(self, load: Load) -> list[int]:
         """The requests without an intervention."""
-        return [i for i in range(load.count) if self.plan is None and not self.is_traced(i)]
+        return [i for i in range(load.count) if self.plan is None and not self.layers and not self.is_traced(i)]
 
 
 def plan_rows(model: Any, load: Load) -> list[Row]:
@@ -145,13 +160,14 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
         Row("every request steered at an MLP's output", [Steer("mlp_out", layers=[middle], vector=vector)]),
         Row("a different plan in each request", different_plans(model.hidden_size, model.num_layers, load.count)),
         Row("last prompt token captured, all layers", [Capture("resid_post")]),
-        Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")]),
+        Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")], layers=1),
         Row(
             "every token captured, one layer, to disk",
             [Capture("resid_post", layers=[middle], positions="all", to=tempfile.mkdtemp(prefix="captured-"))],
+            layers=1,
         ),
-        Row("every token captured, four layers", [Capture("resid_post", layers=four, positions="all")]),
-        Row("every token captured, all layers", [Capture("resid_post", positions="all")]),
+        Row("every token captured, four layers", [Capture("resid_post", layers=four, positions="all")], layers=4),
+        Row("every token captured, all layers", [Capture("resid_post", positions="all")], layers=model.num_layers),
         Row(
             "a probe of its own in each request",
             [[Probe("resid_post", layer=middle, weight=w, name="p")] for w in weights],
@@ -278,19 +294,28 @@ def sae(width: int, device: str = "cpu") -> tuple[Any, Any]:
 # One run of a load.
 
 
-def run_stock(engine: Any, load: Load, loop: asyncio.Runner) -> Run:
+def run_stock(
+    engine: Any,
+    load: Load,
+    loop: asyncio.Runner,
+    ended: Callable[[Any], None] = lambda output: None,
+    also: Mapping[str, Any] = MappingProxyType({}),
+) -> Run:
+    """`ended` gets each request's output, within the time that is measured. `also`: sampling parameters beside the load's."""
     from vllm import SamplingParams
 
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in load.prompts()]
 
     def generate() -> None:
-        shared = {id(params): SamplingParams(**params) for params in {id(p): p for p in load.params}.values()}
-        engine.generate(prompts, [shared[id(params)] for params in load.params], use_tqdm=False)
+        shared = {id(params): SamplingParams(**params, **also) for params in {id(p): p for p in load.params}.values()}
+        for output in engine.generate(prompts, [shared[id(params)] for params in load.params], use_tqdm=False):
+            ended(output)
 
     async def submit(number: int) -> None:
-        params = SamplingParams(**load.params[number])
-        async for _ in engine.generate(prompts[number], params, f"{number}"):
-            pass
+        params = SamplingParams(**load.params[number], **also)
+        async for output in engine.generate(prompts[number], params, f"{number}"):
+            if output.finished:
+                await asyncio.to_thread(ended, output)
 
     is_async = not hasattr(engine, "llm_engine")
     return loop.run(run_async(submit, load.arrivals)) if is_async else run_sync(generate)
@@ -322,6 +347,98 @@ def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Ru
     return loop.run(run_async(submit, load.arrivals))
 
 
+# vLLM's own extraction.
+
+
+class Extraction:
+    """An engine of stock vLLM that writes the output of some layers at every token, as `extract_hidden_states` has it.
+
+    Attributes:
+        row: its name, and how many layers it writes.
+        error: what ended it.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, stack: ExitStack, num_layers: int, layers: int) -> None:
+        from vllm.config import KVTransferConfig
+
+        self.row = Row(
+            f"every token written by vLLM's extract_hidden_states, {layers} of {num_layers} layers", layers=layers
+        )
+        self.error: Exception | None = None
+        self._directory = tempfile.mkdtemp(prefix="extracted-")
+        stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        entered = [num_layers * k // layers + 1 for k in range(layers)]  # vLLM numbers the inputs of layers
+        memory = {} if arguments.cpu else {"gpu_memory_utilization": VLLM_EXTRACTION / len(arguments.vllm_layers)}
+        self._engine = start_engine(
+            arguments,
+            stack,
+            stock=True,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": entered}},
+            },
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="ExampleHiddenStatesConnector",
+                kv_role="kv_producer",
+                kv_connector_extra_config={"shared_storage_path": self._directory},
+            ),
+            **memory,
+        )
+        self._checked = False
+
+    def run(self, load: Load, loop: asyncio.Runner) -> Run:
+        """Raises nothing: after an error it runs no more, and its times are NaN."""
+        if self.error is None:
+            try:
+                return self._run(load, loop)
+            except Exception as error:
+                self.error = error
+                traceback.print_exc()
+        return Run(float("nan"), [float("nan")] * load.count, float("nan"))
+
+    def _run(self, load: Load, loop: asyncio.Runner) -> Run:
+        paths: list[str] = []
+
+        def written(output: Any) -> None:
+            """Wait for a request's file. vLLM locks it until it is complete."""
+            paths.append(output.kv_transfer_params["hidden_states_path"])
+            with open(f"{paths[-1]}.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+
+        also = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+        run = run_stock(self._engine, load, loop, written, also)
+        if not self._checked:
+            self._check(load, paths)
+        for path in paths:
+            Path(path).unlink()
+            Path(f"{path}.lock").unlink()
+        return run
+
+    def _check(self, load: Load, paths: list[str]) -> None:
+        from safetensors import safe_open
+
+        rows = 0
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                shape = file.get_slice("hidden_states").get_shape()
+            assert shape[1] == self.row.layers, shape
+            rows += shape[0]
+        assert rows == load.rows, (rows, load.rows)
+        self._checked = True
+
+
+def extractions(arguments: argparse.Namespace, stack: ExitStack, num_layers: int) -> list[Extraction]:
+    """Those that start."""
+    started = []
+    for layers in arguments.vllm_layers:
+        try:
+            started.append(Extraction(arguments, stack, num_layers, layers))
+        except Exception:
+            traceback.print_exc()
+    return started
+
+
 # What the command prints.
 
 
@@ -329,15 +446,18 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
     """Stock vLLM and the rows, on each load."""
     with asyncio.Runner() as loop, ExitStack() as stack:
         engines: tuple[list[Any], list[Any]] = ([], [])
+        beside = arguments.vllm_layers and not arguments.cpu
+        memory = {"gpu_memory_utilization": BESIDE_VLLM / arguments.engines} if beside else {}
         for number in range(arguments.engines):
             for stock in (True, False) if number % 2 == 0 else (False, True):  # neither kind always starts first
-                engines[not stock].append(start_engine(arguments, stack, stock=stock))
+                engines[not stock].append(start_engine(arguments, stack, stock=stock, **memory))
         stocks, models = engines
         if arguments.mode == "async":
             for model in models:
                 loop.run(model.start())
+        extracting = extractions(arguments, stack, models[0].num_layers)
         for name in arguments.load:
-            compare_on(Load(arguments, name), stocks, models, loop, arguments, rows_of)
+            compare_on(Load(arguments, name), stocks, models, extracting, loop, arguments, rows_of)
         for model in models:
             print_graphs(loop.run(model.gauges()) if model.mode == "async" else model.gauges())
 
@@ -346,10 +466,13 @@ def compare_on(
     load: Load,
     stocks: list[Any],
     models: list[Any],
+    extracting: list[Extraction],
     loop: asyncio.Runner,
     arguments: argparse.Namespace,
     rows_of: Callable[[Any, Load], list[Row]],
 ) -> None:
+    import torch
+
     if arguments.mode == "async":
         alone = [run_stock(stocks[0], load, loop).seconds for _ in range(3)][-1]
         load.spread(alone / RATE)
@@ -359,10 +482,16 @@ def compare_on(
     runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
     for row in rows[1:]:
         runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
-    print_table(in_turns(runs, arguments), rows, load, arguments)
+    runs |= {each.row.name: [functools.partial(each.run, load, loop)] for each in extracting if each.error is None}
+    measured = in_turns(runs, arguments)
+    rows += [each.row for each in extracting if each.error is None]
+    row_bytes = models[0].hidden_size * getattr(torch, models[0].facts.dtype).itemsize
+    print_table(measured, rows, load, row_bytes, arguments)
 
 
-def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
+def print_table(
+    measured: Measured[Run], rows: list[Row], load: Load, row_bytes: int, arguments: argparse.Namespace
+) -> None:
     stock = measured[rows[0].name]
     results = Results(arguments, arguments.what, f"{load.name}, {arguments.mode}, {load.count} requests")
     model = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
@@ -372,8 +501,10 @@ def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments:
         f"{load.tokens:,} generated tokens; {len(stock)} rounds\n"
     )
     is_sync = arguments.mode == "sync"
-    print(f"| run | tok/s | of stock | the others, of stock |{' a step, µs | of stock |' if is_sync else ''}")
-    print("|---" * (6 if is_sync else 4) + "|")
+    print(
+        f"| run | tok/s | of stock | captured, GB/s | the others, of stock |{' a step, µs | of stock |' if is_sync else ''}"
+    )
+    print("|---" * (7 if is_sync else 5) + "|")
     for row in rows:
         rounds, others = measured[row.name], row.others(load)
 
@@ -389,6 +520,8 @@ def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments:
         rate = load.tokens / np.array(mean(rounds, lambda run: run.seconds))
         cells = [row.name, results.add(row.name, "throughput", "tok/s", rate)]
         cells.append(of_stock("throughput", lambda run: run.seconds))
+        captured = load.rows * row.layers * row_bytes / np.array(mean(rounds, lambda run: run.seconds)) / 1e9
+        cells.append(results.add(row.name, "captured", "GB/s", captured) if row.layers else "")
         cells.append(of_stock("the others", waited) if others else "")
         if is_sync:
             steps = 1e6 * np.array(mean(rounds, lambda run: run.step or 0))
@@ -500,6 +633,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["plans", "traces", "captures", "stages", "starts"])
     parser.add_argument("--load", choices=LOADS, nargs="+", default=["equal"], help="for plans and traces")
+    parser.add_argument(
+        "--vllm-layers",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="with plans: an engine of stock vLLM that extracts N layers, for each N",
+    )
     parser.add_argument("--requests", type=int, help="how many, in place of the load's number")
     parser.add_argument(
         "--only",
@@ -515,6 +656,8 @@ def main() -> None:
         parser.error(
             "stock vLLM's CPU build has pipeline stages only if it compiles: add --no-eager, with plans or traces"
         )
+    if arguments.vllm_layers and arguments.what != "plans":
+        parser.error(f"--vllm-layers: {arguments.what} has no such row; allowed with plans")
     if arguments.what in ("plans", "traces"):
         return compare(arguments, plan_rows if arguments.what == "plans" else trace_rows)
     if arguments.mode == "async":
