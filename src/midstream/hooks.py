@@ -45,6 +45,15 @@ def after(module: nn.Module, see: After, *, first: bool = False) -> Handle:
     return module.register_forward_hook(hook, prepend=first)
 
 
+def after_call(module: nn.Module, see: Callable[[Any, Any, Any], Any]) -> Handle:
+    """Call `see(args, kwargs, output)` after every call of `module`, with the arguments that its `forward` got; as `after`."""
+
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return see(args, kwargs, output)
+
+    return module.register_forward_hook(hook, with_kwargs=True)
+
+
 def skips_hooks(module: nn.Module) -> bool:
     """Whether the module's class has its own `__call__`, which may call `forward` directly (as vLLM's compiled models do)."""
     return type(module).__call__ is not nn.Module.__call__

@@ -24,6 +24,7 @@ from midstream.plan.selections import Selector
 from midstream.plan.values import ModelFacts
 from midstream.runtime import loaded_plans, planned, tables
 from midstream.runtime import plan_host as host
+from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.request import PlanRequest, packed
@@ -70,6 +71,7 @@ class Steps:
             dtype=torch.float32,
             record_bytes=1 << 20,
             captures=CaptureSender(lambda: sender, None, 0),
+            cuts=AttentionCuts(self.model, arch, 0),
             speculative=speculative,
         )
         self.computed: dict[str, int] = {}

@@ -7,7 +7,8 @@ or of that child, are the sites.
 Keys and values of earlier tokens, which transformers' cache adds, do not pass through the child. A changed key or value is also written to
 the cache, since later steps read it there.
 
-Legend of shape suffixes: B batch, N heads, K key-value heads, T tokens of this step, S tokens with those of the cache, D head dim.
+Legend of shape suffixes: B batch, N heads, K key-value heads, T tokens of this step, S tokens with those of the cache, Q some of the
+queries, D and E head dims.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from midstream import hooks
 from midstream.arch.blocks import HEADS
 from midstream.errors import ArchitectureError, ParameterError
 
+_UNQUANTISED = ("auto", "float16", "bfloat16", "float32")  # the dtypes of vLLM's KV cache that keep the model's numbers
 _CACHE: ContextVar[Any] = ContextVar("midstream_cache", default=None)  # of the running forward
 
 
@@ -69,22 +71,67 @@ class AttentionSettings:
         Args:
             mask_TT: the prompt's part of `mask`, for all heads or for each.
         """
-        k_TND = k_TKD.repeat_interleave(q_TND.shape[1] // k_TKD.shape[1], dim=1)
-        scores_NTT = torch.einsum("qnd,knd->nqk", q_TND.float(), k_TND.float()) * self.scale
-        if self.soft_cap is not None:
-            scores_NTT = torch.tanh(scores_NTT / self.soft_cap) * self.soft_cap
         if mask_TT is None:
             at = torch.arange(len(q_TND), device=q_TND.device)
-            back_TT = at[:, None] - at
-            mask_TT = (back_TT >= 0) & (back_TT < (self.window or len(at)))
+            mask_TT = self._attends(at[:, None] - at)
+        scores_NTT = self._scores(q_TND, k_TKD)
         if mask_TT.dtype == torch.bool:
             scores_NTT = scores_NTT.masked_fill(~mask_TT, float("-inf"))
         else:
             scores_NTT = scores_NTT + mask_TT
+        return self._softmax(scores_NTT).to(q_TND.dtype)
+
+    def attended(
+        self,
+        q_QND: torch.Tensor,
+        k_SKD: torch.Tensor,
+        v_SKE: torch.Tensor,
+        z_QNE: torch.Tensor,
+        back_QS: torch.Tensor,
+        cut_NQS: torch.Tensor,
+        mask_NQS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The outputs of the heads without some edges, computed in float32; zeros of a head whose query loses all keys.
+
+        Args:
+            z_QNE: the outputs with all edges, which the heads keep that lose none.
+            back_QS: how many tokens a key lies before a query.
+            cut_NQS: bool, the edges to leave out.
+            mask_NQS: a part of `mask`; None if `window` says all.
+        """
+        scores_NQS = self._scores(q_QND, k_SKD)
+        if mask_NQS is None:
+            attends_NQS = self._attends(back_QS)[None]
+        elif mask_NQS.dtype == torch.bool:
+            attends_NQS = mask_NQS
+        else:  # transformers adds the lowest number of the dtype to scores that do not count
+            attends_NQS = mask_NQS > torch.finfo(mask_NQS.dtype).min / 2
+            scores_NQS = scores_NQS + mask_NQS
+        loses_NQ = (attends_NQS & cut_NQS).any(-1)
+        left_NQS = attends_NQS & ~cut_NQS
+        scores_NQS = scores_NQS.masked_fill(~left_NQS, float("-inf"))
+        is_empty_NQ1 = ~left_NQS.any(-1, keepdim=True)
+        weights_NQS = self._softmax(scores_NQS.masked_fill(is_empty_NQ1, 0.0)).masked_fill(is_empty_NQ1, 0.0)
+        v_SNE = v_SKE.repeat_interleave(q_QND.shape[1] // v_SKE.shape[1], dim=1)
+        new_QNE = torch.einsum("nqs,sne->qne", weights_NQS, v_SNE.float()).to(z_QNE.dtype)
+        return torch.where(loses_NQ.T[..., None], new_QNE, z_QNE)
+
+    def _scores(self, q_TND: torch.Tensor, k_SKD: torch.Tensor) -> torch.Tensor:
+        """float32 `[N, T, S]`, of all keys."""
+        k_SND = k_SKD.repeat_interleave(q_TND.shape[1] // k_SKD.shape[1], dim=1)
+        scores_NTS = torch.einsum("qnd,knd->nqk", q_TND.float(), k_SND.float()) * self.scale
+        return scores_NTS if self.soft_cap is None else torch.tanh(scores_NTS / self.soft_cap) * self.soft_cap
+
+    def _attends(self, back_TS: torch.Tensor) -> torch.Tensor:
+        """Whether a query attends to a token that lies so far before it."""
+        attends_TS = back_TS >= 0
+        return attends_TS if not self.window else attends_TS & (back_TS < self.window)
+
+    def _softmax(self, scores_NTS: torch.Tensor) -> torch.Tensor:
         if self.sinks_N is None:
-            return scores_NTT.softmax(-1).to(q_TND.dtype)
-        sinks_NT1 = self.sinks_N.float()[:, None, None].expand(*scores_NTT.shape[:2], 1)
-        return torch.cat([scores_NTT, sinks_NT1], -1).softmax(-1)[..., :-1].to(q_TND.dtype)
+            return scores_NTS.softmax(-1)
+        sinks_NT1 = self.sinks_N.float()[:, None, None].expand(*scores_NTS.shape[:2], 1)
+        return torch.cat([scores_NTS, sinks_NT1], -1).softmax(-1)[..., :-1]
 
 
 def settings_of(module: Any) -> AttentionSettings:
@@ -95,23 +142,38 @@ def settings_of(module: Any) -> AttentionSettings:
     """
     if isinstance(module, Heads):
         return module.settings
+    if (what := _unsupported(module)) is not None:
+        raise ArchitectureError(
+            f"attention_probabilities does not support {what}, which {module.layer_name} has: compute them from attn_q and attn_k."
+        )
     impl = module.impl
-    unsupported = {
-        "position biases (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
-        "chunked attention": type(module).__name__ != "Attention" or getattr(impl, "chunk_lookback", -1) > -1,
-        "attention in both directions": getattr(module, "use_mm_prefix", False),
-    }
-    for what, has in unsupported.items():
-        if has:
-            raise ArchitectureError(
-                f"attention_probabilities does not support {what}, which {module.layer_name} has: compute them from attn_q and attn_k."
-            )
     return AttentionSettings(
         float(impl.scale),
         getattr(impl, "logits_soft_cap", None) or None,
         module.sliding_window,
         getattr(impl, "sinks", None),
     )
+
+
+def _unsupported(module: Any) -> str | None:
+    """The feature of vLLM's attention that `settings_of` does not support."""
+    impl = module.impl
+    features = {
+        "position biases (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
+        "chunked attention": type(module).__name__ != "Attention" or getattr(impl, "chunk_lookback", -1) > -1,
+        "attention in both directions": getattr(module, "use_mm_prefix", False),
+    }
+    return next((what for what, has in features.items() if has), None)
+
+
+def why_not_again(module: Any) -> str | None:
+    """Why midstream cannot compute the outputs of vLLM's attention again; None if it can."""
+    what = _unsupported(module)
+    if what is None and getattr(module, "attn_type", "decoder") != "decoder":
+        what = "attention in both directions"
+    if what is None and str(getattr(module, "kv_cache_dtype", "auto")) not in _UNQUANTISED:
+        what = f"a KV cache of {module.kv_cache_dtype}, whose rounding only the model's attention knows"
+    return None if what is None else f"it does not support {what}"
 
 
 class Heads(nn.Module):
@@ -121,6 +183,8 @@ class Heads(nn.Module):
         head_dims: of queries, keys and values.
         shares_kv: whether the attention takes keys and values of another layer.
         settings: those of the last call.
+        cut: takes the settings of a call, and its queries, keys, values, `[B, heads, tokens, head_dim]` each, and outputs, `[B, T, N, E]`;
+            returns new outputs. None to leave them.
     """
 
     def __init__(self, shares_kv: bool = False) -> None:
@@ -128,6 +192,7 @@ class Heads(nn.Module):
         self.shares_kv = shares_kv
         self.head_dims = (0, 0, 0)
         self.settings = AttentionSettings(1.0)
+        self.cut: Callable[..., torch.Tensor] | None = None
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return query, key, value
@@ -222,7 +287,9 @@ def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def midstream_attention(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
         heads = getattr(module, "_modules", {}).get(HEADS)
-        if heads is not None and (heads._forward_pre_hooks or heads._forward_hooks):
+        if heads is None:
+            return function(module, query, key, value, mask, **kwargs)
+        if heads._forward_pre_hooks or heads._forward_hooks or heads.cut is not None:
             heads.settings = AttentionSettings(
                 kwargs.get("scaling") or query.shape[-1] ** -0.5,
                 kwargs.get("softcap"),
@@ -231,6 +298,7 @@ def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
                 mask,
             )
             query, key, value = heads.through(getattr(module, "layer_idx", None), query, key, value)
-        return function(module, query, key, value, mask, **kwargs)
+        found = function(module, query, key, value, mask, **kwargs)
+        return found if heads.cut is None else (heads.cut(heads.settings, query, key, value, found[0]), *found[1:])
 
     return midstream_attention

@@ -265,7 +265,9 @@ class DescribedModel(TraceModel):
         widths = {(site, int(layer)): width for site, layer, width in points}
         heads = {_point(text): binding[4] for text, binding in described.get("bindings", {}).items()}
         head_dims: Any = {point: given[1] for point, given in heads.items() if given is not None}
-        return ModelFacts(described["num_layers"], widths, described["dtype"], described.get("stages", ()), head_dims)
+        unsupported = {int(layer): reason for layer, reason in described.get("unsupported_attention", {}).items()}
+        stages = described.get("stages", ())
+        return ModelFacts(described["num_layers"], widths, described["dtype"], stages, head_dims, unsupported)
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
         """Explain a trace's code line by line: what a plan does, what is captured, and what stays in the forward.

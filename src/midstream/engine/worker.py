@@ -24,6 +24,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
 from midstream.arch.aliases import Aliases
+from midstream.arch.heads import why_not_again
 from midstream.engine.adapters import Adapters
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
@@ -36,6 +37,7 @@ from midstream.plan.values import ModelFacts
 from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import Finder, TensorParallel
+from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.plan_host import PlanHost, StepResults
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.programs import InGraph, RecordedPrograms
@@ -247,7 +249,16 @@ class Worker(PlatformWorker):
         pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         head_dims = (self._stages.arch if self._stages is not None else arch).head_dims
-        facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers, head_dims)
+        reasons = {
+            layer: reason
+            for (site, layer), binding in arch.bindings.items()
+            if site == "attn_q"
+            and (reason := why_not_again(self._runner.model.get_submodule(binding.path))) is not None
+        }
+        unsupported = {
+            layer: reason for stage in exchange_in(get_pp_group())(reasons) for layer, reason in stage.items()
+        }
+        facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers, head_dims, unsupported)
         tables: Tables
         if self.device.type == "cuda":
             scheduler, largest = config.scheduler_config, config.compilation_config.max_cudagraph_capture_size or 0
@@ -270,6 +281,7 @@ class Worker(PlatformWorker):
             dtype=config.model_config.dtype,
             record_bytes=settings.record_bytes,
             captures=CaptureSender(lambda: self.midstream.reports.sender, local, stage, sends=first_of_stage),
+            cuts=AttentionCuts(self._runner.model, arch, get_tp_group().rank_in_group),
             speculative=config.speculative_config is not None,
         )
 
@@ -489,6 +501,7 @@ class Worker(PlatformWorker):
             "hidden_size": arch.hidden_size,
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
             "dtype": self.plans.facts.dtype,
+            "unsupported_attention": {str(n): why for n, why in self.plans.facts.unsupported_attention.items()},
             "device": str(self.device),
             "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "bindings": {

@@ -26,6 +26,7 @@ import torch
 from midstream.plan import fields
 from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes, Reading
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
+from midstream.plan.ops.knockout import Knockout, Knockouts
 from midstream.plan.probes import Probe, ScorePlace
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
@@ -96,6 +97,7 @@ class CompiledPlan:
         generated: the profile of every later position.
         acts: bool, whether the plan acts at each of the positions of `prompt`, on any stage.
         reach: where it acts at those positions, and where at later ones.
+        knockouts: the attention edges that it cuts; None for none. The other attributes leave these out.
     """
 
     bank: list[torch.Tensor]
@@ -104,6 +106,7 @@ class CompiledPlan:
     generated: int
     acts: np.ndarray
     reach: tuple[Reach, Reach] = (Reach(), Reach())
+    knockouts: Knockouts | None = None
 
 
 def compile_plan(
@@ -141,6 +144,9 @@ def compile_plan(
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
+    cuts = [(edit, _range(edit, prompt_length)) for edit in normal.edits if isinstance(edit, Knockout)]
+    if cuts:
+        normal = Plan(tuple(item for item in normal.interventions if not item.at_attention))
     listed = _listed(normal, prompt_length)
     for rank, edit in enumerate(map(heads.whole, normal.edits)):
         point = point_of(edit)
@@ -170,7 +176,12 @@ def compile_plan(
     for code in np.unique(codes_P[rest_P]).tolist():
         prompt_P[:prompt_length][rest_P & (codes_P == code)] = profiles.number(reads[code], "prefill")
     return CompiledPlan(
-        bank.tensors, profiles.list, prompt_P, generated, *_reach(normal, selections, prompt_length, listed)
+        bank.tensors,
+        profiles.list,
+        prompt_P,
+        generated,
+        *_reach(normal, selections, prompt_length, listed),
+        Knockouts(cuts) if cuts else None,
     )
 
 
@@ -504,7 +515,11 @@ class PlanKeys:
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
-    """The lowest position of the prompt that is captured or scored, at which cache hits must end; None if there is none."""
+    """The lowest position of the prompt that is captured or scored, at which cache hits must end; None if there is none. Knockouts need the
+    keys and values of all positions.
+    """
+    if any(edit.at_attention for edit in plan.edits):
+        return 0
     prompts = [Selection.of(each, prompt_length).prompt for each in {item.positions for item in plan.readings}]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 

@@ -36,7 +36,7 @@ from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields, wire
 from midstream.plan.captures import Capture, Consumer, Reading, Sink
 from midstream.plan.fields import Span, span_positions
-from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer, When
+from midstream.plan.ops import Apply, Clamp, Edit, Knockout, Patch, Steer, When
 from midstream.plan.ops.edit import Intervention, changed, field_names
 from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
@@ -51,6 +51,7 @@ __all__ = [
     "Consumer",
     "Edit",
     "Intervention",
+    "Knockout",
     "ModelFacts",
     "Named",
     "Patch",
@@ -92,7 +93,7 @@ class Plan:
         for i, item in enumerate(self.interventions):
             if not isinstance(item, (Edit, Reading)):
                 raise fields.refuse(
-                    f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply, When, Probe or Capture"
+                    f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply, When, Knockout, Probe or Capture"
                 )
         if any(len(item.parts) > 2 for item in self.interventions):
             fields.settle(self, interventions=tuple(one for item in self.interventions for one in item.alone))
@@ -256,7 +257,7 @@ def _normal_edits(edits: Sequence[Edit], num_layers: int | None, prompt_length: 
 
 def _order_of(edits: Sequence[Edit]) -> Callable[[Edit], Any]:
     """The sort key for edits of one kind. It sorts edits that commute; the others keep their order."""
-    if edits[0].adds:
+    if edits[0].adds or edits[0].at_attention:
         return lambda edit: (_point(edit), encoded(edit))
     if any(edit.at_layers == "all" for edit in edits):  # "all" may include the other edits' layers
         return lambda edit: SITE_ORDER[edit.site]
@@ -331,7 +332,7 @@ def _encoded(field: str, value: Any) -> Any:
 
 def has_spans(plan: Plan) -> bool:
     """Whether the plan has spans to resolve."""
-    return any(isinstance(item.place, Span) for item in plan.interventions)
+    return any(isinstance(place, Span) for item in plan.interventions for place in item.places.values())
 
 
 def resolve_spans(plan: Plan, text: str, offsets: Sequence[tuple[int, int]]) -> Plan:
@@ -349,12 +350,12 @@ def resolve_spans(plan: Plan, text: str, offsets: Sequence[tuple[int, int]]) -> 
 
 
 def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]]) -> Intervention:
-    span, field = item.place, item.position_field
-    if not isinstance(span, Span):
+    spans = {field: place for field, place in item.places.items() if isinstance(place, Span)}
+    if not spans:
         return item
     if item.parts:
         return item.with_parts(lambda part: _resolved(part, text, offsets))
-    found: dict[str, Any] = {field: span_positions(span, text, offsets, item.label(field))}
+    found: Any = {field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
     return dataclasses.replace(item, **found)  # type: ignore[type-var]
 
 
@@ -385,6 +386,7 @@ class ModelFacts:
         dtype: of the activations, as in "bfloat16".
         stages: the first layer of each pipeline stage.
         head_dims: (site, layer) -> the width of a head, for every site that has heads.
+        unsupported_attention: layer -> why midstream cannot compute its attention again, for layers where it cannot.
     """
 
     num_layers: int = 0
@@ -392,6 +394,7 @@ class ModelFacts:
     dtype: str = ""
     stages: Sequence[int] = ()
     head_dims: Mapping[Point, int] = dataclasses.field(default_factory=dict)
+    unsupported_attention: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def are_together(self, one: Point, other: Point) -> bool:
         """Whether one pipeline stage owns both points."""
@@ -429,6 +432,7 @@ def check(
         layers = item.layers_in(facts.num_layers)
         _check_site(item, layers, facts.widths)
         _check_heads(item, layers, facts)
+        _check_attention(item, layers, facts)
         for name, value in item.values():
             if isinstance(value, RecordedRun) and isinstance(item, Edit):
                 _check_run_exists(item.label(name), value, runs)
@@ -509,15 +513,20 @@ def _count(item: Intervention, num_layers: int) -> int:
 
 
 def _check_positions(item: Intervention, prompt_length: int | None, multimodal: bool) -> None:
-    field, place = item.label(item.position_field), item.place
-    if place is None or isinstance(place, (str, Selector)):
-        return
-    if multimodal and not item.is_of_generated:
-        given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
-        raise fields.refuse(field, given, "such positions in prompts of text only")
-    if prompt_length is not None and len(set(item.place_in(prompt_length))) < len(place):
-        given = f"{fields.shown(place)}, which has one twice in a prompt of {prompt_length} tokens"
-        raise fields.refuse(field, given, "each once")
+    for name, place in item.places.items():
+        if (
+            place is None
+            or isinstance(place, (str, Selector))
+            or (name == item.position_field and item.is_of_generated)
+        ):
+            continue
+        field = item.label(name)
+        if multimodal:
+            given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
+            raise fields.refuse(field, given, "such positions in prompts of text only")
+        if prompt_length is not None and len(set(fields.resolved(field, place, prompt_length))) < len(place):
+            given = f"{fields.shown(place)}, which has one twice in a prompt of {prompt_length} tokens"
+            raise fields.refuse(field, given, "each once")
 
 
 def _check_site(item: Intervention, layers: Iterable[int], widths: Mapping[tuple[str, int], int]) -> None:
@@ -546,6 +555,15 @@ def _check_heads(item: Intervention, layers: Iterable[int], facts: ModelFacts) -
         if highest >= count:
             allowed = f"0 to {count - 1}, the heads of {item.site} at layer {layer}"
             raise fields.refuse(item.label("head"), str(highest), allowed)
+
+
+def _check_attention(item: Intervention, layers: Iterable[int], facts: ModelFacts) -> None:
+    for layer in layers if item.at_attention and facts.widths else ():
+        missing = [site for site in ("attn_q", "attn_k", "attn_v") if (site, layer) not in facts.widths]
+        reason = f"the model has no site {missing[0]} there" if missing else facts.unsupported_attention.get(layer)
+        if reason is not None:
+            field, name = item.label(item.layer_field), type(item).__name__
+            raise PlanError(f"{name} cannot act at layer {layer} ({field}): {reason}.", field=field)
 
 
 def _check_width(

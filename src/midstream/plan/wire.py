@@ -294,7 +294,7 @@ class _PlanReader:
         if issubclass(cls, Reading) and name == "positions" and isinstance(value, dict) and "selector" in value:
             fields.mapping(place, value, ("selector",), ("options",))
             return made(place, value["selector"], fields.mapping(f"{place}.options", value.get("options", {})))
-        if name == cls.position_field and isinstance(value, dict):
+        if (name == cls.position_field or name in cls.span_fields) and isinstance(value, dict):
             fields.mapping(place, value, ("span",), ("occurrence",))
             with fields.errors_at(place):
                 return Span(value["span"], value.get("occurrence", 0))

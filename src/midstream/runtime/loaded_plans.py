@@ -17,6 +17,7 @@ import torch
 
 from midstream.errors import CaptureError
 from midstream.plan.compile import CompiledPlan, Profile, Reach
+from midstream.plan.ops.knockout import Knockouts
 from midstream.plan.selections import NO_POSITIONS, Selection, Selector, selected_of_prompt
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.programs import ProgramAt, programs_at
@@ -59,6 +60,7 @@ class LoadedPlan:
         runs: the recorded runs that it reads.
         selectors: choose the rows of generated positions to capture; empty if all are captured or none.
         named: how many generated positions have profiles among `prompt`.
+        knockouts: the attention edges that it cuts; None for none.
         users: requests that have it.
     """
 
@@ -74,6 +76,7 @@ class LoadedPlan:
     runs: list[str]
     selectors: tuple[Selector, ...]
     named: int
+    knockouts: Knockouts | None
     users: int = 0
     key: Any = None
     # What `selects` returns for the first numbers.
@@ -217,6 +220,7 @@ class LoadedPlans:
             [run.id for run in plan.runs],
             _choosing(plan),
             len(compiled.prompt) - length,
+            compiled.knockouts,
         )
 
     def _acting(self, compiled: CompiledPlan, numbers: Collection[int], reach: Reach) -> Acting:
@@ -235,7 +239,8 @@ def _shape(plan: Plan, length: int) -> Any:
     """Equal for prompts of two lengths if the plan does the same at their last positions, and at all earlier ones what it does at the
     first of these. So one loaded plan is enough for both.
     """
-    if any(isinstance(item.place, tuple) and not item.is_of_generated for item in plan.interventions):
+    items = plan.interventions
+    if any(item.at_attention or (isinstance(item.place, tuple) and not item.is_of_generated) for item in items):
         return length
     return tuple(_end_of(each, length) for each in dict.fromkeys(item.positions for item in plan.readings))
 

@@ -16,6 +16,7 @@ from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.probes import ScoreChunk
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
+from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.loaded_plans import Acting, LoadedPlan, LoadedPlans, RunRow
 from midstream.runtime.planned import Page, PlannedRequest, RequestTable
 from midstream.runtime.points import Pipeline, PointHooks
@@ -77,6 +78,7 @@ class PlanHost:
         compiles: whether the forward is compiled or in graphs, so that sites outside of these have to leave it.
         dtype: the model's.
         speculative: whether the engine drafts tokens, whose rows may be rejected.
+        cuts: carries out knockouts.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class PlanHost:
         dtype: torch.dtype,
         record_bytes: int,
         captures: CaptureSender,
+        cuts: AttentionCuts,
         speculative: bool = False,
     ) -> None:
         self.tables = tables
@@ -104,7 +107,7 @@ class PlanHost:
         self.errors: dict[str, str] = {}
         self._device, self._dtype = device, dtype
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
-        self._speculative = speculative
+        self._speculative, self._cuts = speculative, cuts
         self._requests: dict[str, PlannedRequest] = {}
         self._table = RequestTable()
         self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
@@ -119,6 +122,7 @@ class PlanHost:
         self._scores: StepScores | None = None  # of the running step, if some stage has any in it
         self._scoring = set[int]()  # the stages that have
         self._score_link = ScoreLink(pipeline.rank, pipeline.size, link)
+        self._cutting = False  # whether a request may have knockouts in the step that is being prepared or run
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
         # The sites in the graphs at which it does, and the programs there.
         self.acting: frozenset[str | InGraph] = frozenset()
@@ -164,6 +168,8 @@ class PlanHost:
 
         Args:
             may_repeat: whether only plans in the graphs act in it, so that `repeat` can decide the next step.
+
+        A step with knockouts never repeats: the next one has another query.
         """
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
@@ -171,7 +177,7 @@ class PlanHost:
         if not total:  # an empty step between the batches of a pipeline
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
-        if alone and may_repeat and self._all_generated(cached):
+        if alone and may_repeat and not self._cutting and self._all_generated(cached):
             ids = list(cached.req_ids)
             self._batch = RepeatedBatch(ids, self.acting, self.step_is_planned, self.hooks.on)
             self._batches[ids[0]] = self._batch
@@ -218,6 +224,7 @@ class PlanHost:
             loaded, start = request.loaded, computed[name]
             stop = start + count
             request.computed = max(request.computed, stop)
+            self._cutting |= loaded.knockouts is not None and start < loaded.knockouts.end
             if start >= request.end:
                 acts[loaded] = None
             else:
@@ -230,10 +237,12 @@ class PlanHost:
         self.acting = frozenset(acting).union(self.tables.recordable(programs))
         for site in off_graph:
             self.hooks.warn_once(site)
+        self.step_is_planned |= self._cutting
+        uncompiled = bool(off_graph) or (self._cutting and self._compiles)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
         self.planned_steps += self.step_is_planned
-        self.off_graph_steps += bool(off_graph)
-        return bool(off_graph)
+        self.off_graph_steps += uncompiled
+        return uncompiled
 
     def is_prepared(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether the tables already hold the coming step, laid out in these `total` rows, so that it needs no `begin_step`."""
@@ -242,6 +251,8 @@ class PlanHost:
 
     def begin_step(self, layout: BatchLayout) -> None:
         """The batch is laid out; the forward comes next."""
+        if self._cutting:
+            self._cuts.begin_step(layout)
         batch, step = self._batch, _Step.of(layout, self._table)
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
             batch.laid_out = list(layout.request_ids)
@@ -367,6 +378,9 @@ class PlanHost:
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
+        if self._cutting:
+            self._cuts.end_step()
+            self._cutting = False
         if self._due:
             self._send_due()
 
@@ -445,6 +459,15 @@ class PlanHost:
             check_recorded(plan)
         self.captures.check(payload, plan)
         sources, loaded = self._take(name, payload, plan, len(prompt))
+        if (knockouts := loaded.knockouts) is not None:
+            if self._speculative and knockouts.end > len(prompt):
+                sources.close()
+                self._give_back(loaded)
+                raise PlanError(
+                    "A Knockout of generated queries is not supported with speculative decoding: name queries of the prompt, or "
+                    'set phase="prefill".'
+                )
+            self._cuts.begin(name, knockouts)
         done = not plan.captures
         scores = RequestScores(plan, len(prompt), self._stages_of(plan)) if plan.probes else None
         self._requests[name] = PlannedRequest(
@@ -521,6 +544,8 @@ class PlanHost:
                 "A session of streaming input can only capture and score positions='all': other selections depend on the length of one "
                 "prompt."
             )
+        if old.knockouts is not None:
+            raise PlanError("A session of streaming input takes no Knockout: its positions are those of one prompt.")
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
         request.sources, request.loaded, request.length = sources, loaded, length
@@ -534,6 +559,8 @@ class PlanHost:
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request = self._requests.pop(name)
         self._editing -= bool(request.loaded.plan.edits)
+        if request.loaded.knockouts is not None:
+            self._cuts.end(name)
         if request.scores is not None:
             self._probed -= 1
             if not self._probed:
@@ -572,5 +599,6 @@ class PlanHost:
             "profiles": sum(loaded.profile_count for loaded in {r.loaded for r in self._requests.values()}),
             "plan_hooks": len(self.hooks),
             "leases": self.runs.leases,
+            "knockouts": len(self._cuts),
             "capture_bytes": sum(request.size for request in self._requests.values()),
         }

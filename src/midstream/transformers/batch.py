@@ -20,7 +20,7 @@ import torch
 
 from midstream import hooks
 from midstream.arch import Architecture
-from midstream.arch.heads import caches_known
+from midstream.arch.heads import AttentionSettings, Heads, caches_known
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
@@ -29,13 +29,14 @@ from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
 from midstream.plan.values import not_finite
 from midstream.requests.invokes import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
+from midstream.runtime.knockouts import attend_again
 from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.scores import RequestScores, StepScores
 from midstream.runtime.store import RunStore
 from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
-from midstream.trace.body import Body, StopTrace
+from midstream.trace.body import Body, StopTrace, is_in_body
 from midstream.trace.code import TraceProgram
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.outcome import STOPPED, Outcome, outcome, put_results
@@ -527,6 +528,7 @@ class RunningPlan:
 
     Attributes:
         not_finite: the first position and site that an edit made infinite or NaN.
+        knockouts: the attention edges that the plan cuts; None for none.
 
     Raises:
         PlanError: a recorded run is gone.
@@ -553,6 +555,7 @@ class RunningPlan:
             dtype=plan.facts.dtype,
             head_dims=plan.facts.head_dims,
         )
+        self.knockouts = self._compiled.knockouts
         self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
         self._chunks: list[ScoreChunk] = []
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
@@ -637,16 +640,65 @@ class BatchPlans:
         self._requests = requests
         self._tables = TorchTables(points_of(arch), model.device, model.dtype)
         self._hooks = PointHooks(model, arch, (), self._tables, model.dtype)
+        self._attention = partial(_attention_of, model, arch)
         self._length = 0  # of the running step
+        self._is_running = False  # whether a step is
 
     def __enter__(self) -> BatchPlans:
         running = [request.running for request in self._requests if request.running is not None]
         self._points = frozenset[Point]().union(*(plan.load(self._tables) for plan in running))
         self._hooks.need(self._points)
+        cuts = [plan.knockouts for plan in running if plan.knockouts is not None]
+        self._cut_layers = {layer for knockouts in cuts for layer in knockouts.layers}
+        for layer in self._cut_layers:
+            self._attention(layer).cut = partial(self._cut, layer)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.release(self._points)
+        for layer in self._cut_layers:
+            self._attention(layer).cut = None
+
+    def _cut(
+        self,
+        layer: int,
+        settings: AttentionSettings,
+        q_BNTD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSE: torch.Tensor,
+        z_BTNE: torch.Tensor,
+    ) -> torch.Tensor:
+        """The outputs of a layer's attention without the edges that plans cut."""
+        if not self._is_running or is_in_body():
+            return z_BTNE
+        keys = k_BKSD.shape[2]
+        for row, request in enumerate(self._requests):
+            knockouts = request.running.knockouts if request.running is not None else None
+            if knockouts is None or request.finish_reason is not None:
+                continue
+            pad, first = request.rows.pad, request.computed
+            count = self._length - pad  # tokens of this step
+            # A sliding cache has only the last keys. Others begin with padding.
+            seen = min(first + count, keys)
+            mask = settings.mask
+            if mask is not None and mask.ndim == 4:
+                mask = mask[min(row, len(mask) - 1), :, pad:, keys - seen : keys]
+            again = attend_again(
+                settings,
+                knockouts,
+                layer,
+                q_BNTD[row, :, pad:].transpose(0, 1),
+                k_BKSD[row, :, keys - seen :].transpose(0, 1),
+                v_BKSE[row, :, keys - seen :].transpose(0, 1),
+                z_BTNE[row, pad:],
+                first=first,
+                first_key=first + count - seen,
+                mask=mask if mask is not None and mask.ndim == 3 else None,
+            )
+            if again is not None:
+                z_BTNE = z_BTNE.clone()
+                z_BTNE[row, pad + again[0]] = again[1]
+        return z_BTNE
 
     def begin_step(self, length: int) -> None:
         """The next forward computes `length` columns of the padded batch."""
@@ -661,10 +713,11 @@ class BatchPlans:
             profile_T[start:stop], place_T[start:stop], score_T[start:stop] = step
         self._tables.begin_step(RowProfiles(profile_T), place_T, score_T)
         self._hooks.on = bool(profile_T.any())
+        self._is_running = True
 
     def end_step(self) -> None:
         """The forward has ended."""
-        self._hooks.on = False
+        self._hooks.on = self._is_running = False
         for row, point in self._tables.overflow.items():
             number, column = divmod(row, self._length)
             request = self._requests[number]
@@ -676,3 +729,10 @@ class BatchPlans:
                 reason = request.running.end_step()
                 if reason is not None:
                     request.finish_reason, request.stop_reason = "stop", reason
+
+
+def _attention_of(model: Any, arch: Architecture, layer: int) -> Heads:
+    """The child of a layer's attention that its queries, keys and values pass through."""
+    found = model.get_submodule(arch.bindings["attn_q", layer].path)
+    assert isinstance(found, Heads)
+    return found

@@ -123,6 +123,8 @@ class Intervention:
         function: the field that holds a `Program`; None if there is none.
         operands: the fields that hold a vector of the site's width, or the name of one. Of an edit the arithmetic's v and w: at most two.
         part_fields: the fields that hold interventions, one or a tuple.
+        span_fields: the fields besides `position_field` that hold positions of the prompt, or a `Span`.
+        at_attention: whether it changes the attention of a layer, and not single rows of a site.
         run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
         head: the head to which it is limited, at a site with heads, or a tuple of several; None for the whole width.
     """
@@ -134,6 +136,8 @@ class Intervention:
     operands: ClassVar[tuple[str, ...]] = ()
     run_operands: ClassVar[tuple[str, ...]] = ()
     part_fields: ClassVar[tuple[str, ...]] = ()
+    span_fields: ClassVar[tuple[str, ...]] = ()
+    at_attention: ClassVar[bool] = False
 
     head: Any = None
     site: str
@@ -205,7 +209,12 @@ class Intervention:
         """A tuple of positions of the prompt, or a `Span`. None for an edit at every position of its phase. A capture may have a word or a
         selector.
         """
-        return self.positions
+        return getattr(self, self.position_field)
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """`place`, and the values of `span_fields`, by their fields."""
+        return {self.position_field: self.place} | {field: getattr(self, field) for field in self.span_fields}
 
     def label(self, field: str) -> str:
         """A field's name in messages."""
@@ -356,15 +365,15 @@ class Edit(Intervention):
         if self.head is not None:
             heads = fields.heads(self.label("head"), self.head, self.site)
             fields.settle(self, head=(heads,) if isinstance(heads, int) else tuple(sorted(heads)))
-        if self.position_field != "positions":
+        if "phase" not in field_names(type(self)):  # type: ignore[arg-type]
             return
         fields.one_of(self.label("phase"), self.phase, PHASES)
-        if self.positions is None:
+        if self.place is None:
             return
-        field = self.label("positions")
-        positions = fields.positions(field, self.positions)
+        field = self.label(self.position_field)
+        positions = fields.positions(field, self.place)
         if self.phase == "prefill":
-            given = f"{fields.shown(self.positions)} with phase='prefill'"
+            given = f"{fields.shown(self.place)} with phase='prefill'"
             raise fields.refuse(
                 field, given, 'positions of the prompt alone, or of generated tokens with phase="decode"'
             )
@@ -372,8 +381,8 @@ class Edit(Intervention):
             isinstance(positions, tuple) and all(0 <= p < MAX_GENERATED for p in positions)
         ):
             allowed = f'with phase="decode" numbers of generated tokens, from 0 to {MAX_GENERATED - 1}'
-            raise fields.refuse(field, fields.shown(self.positions), allowed)
-        fields.settle(self, positions=positions)
+            raise fields.refuse(field, fields.shown(self.place), allowed)
+        fields.settle(self, **{self.position_field: positions})
 
     @property
     def is_of_generated(self) -> bool:
@@ -431,7 +440,7 @@ class Edit(Intervention):
             if place is None or isinstance(place, fields.Span):
                 yield one
             else:
-                yield from (changed(one, positions=(position,)) for position in place)
+                yield from (changed(one, **{self.position_field: (position,)}) for position in place)
 
 
 @functools.cache
@@ -476,7 +485,7 @@ def register(cls: E) -> E:
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
     if len(cls.operands) > 2 or not set(cls.operands) <= set(field_names(cls)):  # type: ignore[arg-type]
         raise ValueError(f"{cls.__name__}.operands names up to two of its fields.")
-    if "head" in field_names(cls) and cls.limited_by not in cls.operands:  # type: ignore[arg-type]
+    if "head" in field_names(cls) and not cls.at_attention and cls.limited_by not in cls.operands:  # type: ignore[arg-type]
         raise ValueError(f"{cls.__name__} has a field head, so limited_by names one of its operands.")
     _registered[kind] = fields.explained(cls)
     kinds.cache_clear()

@@ -98,10 +98,6 @@ class Patch(Edit):
         }
         return changed(self, **layers) if layers else self
 
-    @property
-    def place(self) -> Any:
-        return self.position
-
     def changes_nothing(self) -> bool:
         return self.alpha == 0 or is_zero(self.mask)
 

@@ -75,6 +75,9 @@ class When(Edit):
         for i, edit in enumerate(edits):
             if not isinstance(edit, Edit) or isinstance(edit, When):
                 raise fields.refuse(f"When.then[{i}]", fields.shown(edit), "an edit, such as Steer")
+            if edit.at_attention:
+                allowed = "an edit of the rows of a site, since a gate decides row by row"
+                raise fields.refuse(f"When.then[{i}]", f"a {type(edit).__name__}", allowed)
             if edit.reads_run:
                 raise fields.refuse(f"When.then[{i}]", "a patch from a recorded run", "one from a vector, or a name")
         if not edits:

@@ -1,0 +1,202 @@
+"""Cuts edges of attention (`plan.ops.knockout`): computes the outputs of the heads whose queries lose keys again, and writes them over the
+attention's own. Edits and captures of `attn_q`, `attn_k` and `attn_v` come before it, those of `attn_z` after it.
+
+On an engine, a request's keys and values are kept here from its first token to its last query, since other steps may have computed them:
+a prompt may be split, and queries may be generated tokens.
+
+Legend of shape suffixes: t tokens of one request in this step, S keys, Q queries with edges to cut, N heads, K key-value heads, D and E
+head dims.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from midstream import hooks
+from midstream.arch import Architecture
+from midstream.arch.heads import AttentionSettings, settings_of
+from midstream.errors import MidstreamError
+from midstream.plan.ops.knockout import Knockouts
+from midstream.sites import Binding
+from midstream.trace.body import is_in_body
+from midstream.trace.rows import BatchLayout
+from midstream.tree import follow
+
+_MOST_SCORES = 1 << 25  # that are in memory at once
+
+
+def attend_again(
+    settings: AttentionSettings,
+    knockouts: Knockouts,
+    layer: int,
+    q_tND: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKE: torch.Tensor,
+    z_tNE: torch.Tensor,
+    *,
+    first: int,
+    first_key: int = 0,
+    first_head: int = 0,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The outputs of attention for the queries of this step that lose keys: their rows, int64 `[Q]`, and the values, `[Q, N, E]`.
+    None if no query does.
+
+    A head that loses no key keeps the bits of its output.
+
+    Args:
+        z_tNE: the outputs as the model has computed them.
+        first, first_key, first_head: the position of the first query and of the first key, and the first of these heads.
+        mask: `[heads or 1, t, S]`, as in `AttentionSettings`; None if the settings say all.
+    """
+    at_Q = knockouts.queries(layer, first, first + len(q_tND))
+    if not len(at_Q):
+        return None
+    heads, keys = range(first_head, first_head + q_tND.shape[1]), range(first_key, first_key + len(k_SKD))
+    rows_Q = torch.from_numpy(at_Q - first).to(q_tND.device)
+    found = []
+    most = max(_MOST_SCORES // (len(heads) * len(keys)), 1)
+    for start in range(0, len(at_Q), most):
+        part_Q = rows_Q[start : start + most]
+        cut_NQS = torch.from_numpy(knockouts.cut(layer, at_Q[start : start + most], heads, keys)).to(q_tND.device)
+        mask_NQS = mask[:, part_Q] if mask is not None else None
+        back_QS = (part_Q + first)[:, None] - torch.arange(keys.start, keys.stop, device=q_tND.device)
+        found.append(settings.attended(q_tND[part_Q], k_SKD, v_SKE, z_tNE[part_Q], back_QS, cut_NQS, mask_NQS))
+    return rows_Q, torch.cat(found)
+
+
+class _Rows(NamedTuple):
+    """A request's rows `[start, stop)` of the step's batch, and the position of the first."""
+
+    request: _Request
+    start: int
+    stop: int
+    first: int
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request with knockouts.
+
+    Attributes:
+        keys_values: layer -> those of all positions so far, `[positions, K, D]` and `[positions, K, E]`, with room for later ones.
+        known: the position after the last one of these.
+    """
+
+    knockouts: Knockouts
+    keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    known: int = 0
+
+    def all_keys_values(
+        self, layer: int, first: int, k_tKD: torch.Tensor, v_tKE: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Those of all positions up to this step's last one, which are kept if later queries need them."""
+        stop = first + len(k_tKD)
+        if not first and stop >= self.knockouts.end:
+            return k_tKD, v_tKE
+        kept = self.keys_values.get(layer)
+        if kept is None or len(kept[0]) < stop:
+            wide = [new.new_empty(max(2 * first, stop), *new.shape[1:]) for new in (k_tKD, v_tKE)]
+            for room, old in zip(wide, kept or (), strict=False):
+                room[:first] = old[:first]
+            kept = self.keys_values[layer] = (wide[0], wide[1])
+        for room, new in zip(kept, (k_tKD, v_tKE), strict=True):
+            room[first:stop] = new
+        return kept[0][:stop], kept[1][:stop]
+
+
+class AttentionCuts:
+    """Cuts edges in the attention of one worker's layers. Layers have hooks while a request needs them.
+
+    Args:
+        rank: of the tensor-parallel ranks, each of which has as many heads.
+    """
+
+    def __init__(self, model: nn.Module, arch: Architecture, rank: int) -> None:
+        self._model, self._rank = model, rank
+        self._bindings: dict[int, list[Binding]] = {
+            layer: [arch.bindings[site, layer] for site in ("attn_q", "attn_k", "attn_v")]
+            for layer in arch.layers
+            if ("attn_k", layer) in arch.bindings and ("attn_q", layer) in arch.bindings
+        }
+        self._requests: dict[str, _Request] = {}
+        self._needed = Counter[int]()
+        self._handles: dict[int, hooks.Handle] = {}
+        self._step: list[_Rows] = []
+
+    def begin(self, name: str, knockouts: Knockouts) -> None:
+        """A request begins."""
+        self._requests[name] = _Request(knockouts)
+        for layer in knockouts.layers:
+            if layer in self._bindings:  # the others are on other stages
+                self._needed[layer] += 1
+                if layer not in self._handles:
+                    module = self._model.get_submodule(self._bindings[layer][0].path)
+                    self._handles[layer] = hooks.after_call(module, partial(self._cut, layer, module))
+
+    def end(self, name: str) -> None:
+        """A request has ended."""
+        for layer in self._requests.pop(name).knockouts.layers:
+            self._needed[layer] -= 1
+            if self._needed[layer] <= 0 and layer in self._handles:
+                self._handles.pop(layer).remove()
+
+    def begin_step(self, layout: BatchLayout) -> None:
+        """The batch is laid out; the forward comes next."""
+        self._step = []
+        for name, rows in layout.each:
+            request = self._requests.get(name)
+            if request is None or rows.first_position >= request.knockouts.end:
+                continue
+            if rows.first_position > request.known:
+                raise MidstreamError(
+                    f"Request {name} has a Knockout, and the keys of its positions {request.known} to {rows.first_position - 1} were "
+                    "not computed."
+                )
+            request.known = rows.end
+            self._step.append(_Rows(request, rows.start, rows.stop, rows.first_position))
+
+    def end_step(self) -> None:
+        """The forward is queued."""
+        for request, *_ in self._step:
+            if request.known >= request.knockouts.end:
+                request.keys_values.clear()
+                request.known = 0
+        self._step = []
+
+    def _cut(self, layer: int, module: Any, args: Any, kwargs: Any, z: torch.Tensor) -> torch.Tensor | None:
+        if not self._step or is_in_body():
+            return None
+        q, k, v = (follow((args, kwargs), binding.hidden) for binding in self._bindings[layer])
+        heads, of_qk = module.num_heads, module.head_size
+        q_TND, z_TNE = q.reshape(-1, heads, of_qk), z.view(-1, heads, z.shape[-1] // heads)
+        k_TKD, v_TKE = k.reshape(len(q_TND), -1, of_qk), v.reshape(len(q_TND), -1, z_TNE.shape[-1])
+        settings = settings_of(module)
+        for request, start, stop, first in self._step:
+            if layer not in request.knockouts.layers:
+                continue
+            k_SKD, v_SKE = request.all_keys_values(layer, first, k_TKD[start:stop], v_TKE[start:stop])
+            own_tNE = z_TNE[start:stop]
+            again = attend_again(
+                settings,
+                request.knockouts,
+                layer,
+                q_TND[start:stop],
+                k_SKD,
+                v_SKE,
+                own_tNE,
+                first=first,
+                first_head=self._rank * heads,
+            )
+            if again is not None:
+                own_tNE[again[0]] = again[1]
+        return z
+
+    def __len__(self) -> int:
+        return len(self._requests)

@@ -1,0 +1,279 @@
+"""Edges of attention knocked out (row N2) on transformers, against plain transformers with another attention mask.
+
+`tests/engine/test_knockouts_engine.py` has vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from attended import Attended, pushed
+
+from midstream import Capture, Clamp, Knockout, LanguageModel, Patch, Plan, Probe, Span, Steer, When
+from midstream.errors import PlanError
+from midstream.plan.ops.knockout import Knockouts
+
+# Longer than the sliding windows of 16 tokens.
+PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
+LAYERS = range(tiny_models.LAYERS)
+NAMES = ["llama", "gemma2", "gpt2", "gpt_oss", "qwen3"]
+AT = 1
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, Attended]:
+    path = tiny_models.build(request.param, tmp_path_factory.getbasetemp() / "attention")
+    return LanguageModel(str(path), attn_implementation="eager"), Attended(path)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, Attended]:
+    path = tiny_models.build("llama", tmp_path_factory.getbasetemp() / "attention")
+    return LanguageModel(str(path), attn_implementation="sdpa"), Attended(path)
+
+
+def tokens_of(prompt: str = PROMPT) -> list[int]:
+    return tiny_models.tokenizer()(prompt)["input_ids"]
+
+
+def edges(layers: Any, heads: Any, queries: Any, keys: Any) -> list[tuple[int, int, int, int]]:
+    return list(itertools.product(layers, heads, queries, keys))
+
+
+def close(value: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-5) -> None:
+    assert value.shape == expected.shape
+    torch.testing.assert_close(value, expected, rtol=0, atol=float(rtol * expected.abs().max()))
+
+
+def test_heads_queries_and_keys(both: tuple[LanguageModel, Attended]) -> None:
+    """Several knockouts at one layer, in all tokens of the prompt and of what is generated."""
+    model, oracle = both
+    ids, steps = tokens_of(), 4
+    size = len(ids)
+    plan = [
+        Knockout(layers=[0, AT], head=[0, 3], queries=[-1, size - 4], keys=[size - 5, -8, 2]),
+        Knockout(layers=AT, head=0, queries=-1, keys=[-1, -2]),
+        Knockout(layers=2, keys=[size - 3], phase="decode"),
+        Knockout(layers=3, head=2, queries=[1], keys=range(size - 9, size), phase="decode"),
+        Knockout(layers=3, head=1, keys=range(4, size)),
+        Capture("attn_z", layers="all", positions="all"),
+    ]
+    cut = [
+        *edges([0, AT], [0, 3], [size - 1, size - 4], [size - 5, size - 8, 2]),
+        *edges([AT], [0], [size - 1], [size - 1, size - 2]),
+        *edges([2], range(4), range(size, size + steps), [size - 3]),
+        *edges([3], [2], [size + 1], range(size - 9, size)),
+        *edges([3], [1], range(size + steps), range(4, size)),
+    ]
+    expected = oracle.generate(ids, steps, cut=cut)
+    clean = oracle.generate(ids, steps)
+    assert ((expected - clean).abs().amax(-1) > 1e-2 * clean.abs().max()).all()
+
+    def logits(m: Any, tracer: Any) -> Any:
+        return [m.logits[0].clone() for _ in tracer.iter[:]]
+
+    settings = {"max_tokens": steps, "temperature": 0.0}
+    with torch.no_grad():
+        close(torch.stack(model.run(logits, PROMPT, plan=plan[:-1], ignore_eos=True, **settings)), expected, 1e-4)
+        close(torch.stack(model.run(logits, PROMPT, ignore_eos=True, **settings)), clean, 1e-4)
+    (output,) = model.generate(PROMPT, plan=plan, ignore_eos=True, **settings)
+    assert output.token_ids == expected.argmax(-1).tolist()
+    all_ids = [*ids, *output.token_ids[:-1]]
+    seen, _ = oracle.run(all_ids, cut=[edge for edge in cut if edge[2] < len(all_ids) and edge[3] <= edge[2]])
+    for layer in LAYERS:
+        close(output.captures["attn_z", layer], seen["attn_z", layer].flatten(1), 1e-4)
+
+
+def test_other_heads_and_queries_keep_their_bits(both: tuple[LanguageModel, Attended]) -> None:
+    model, _ = both
+    read = Capture("attn_z", layers=AT, positions="all_prompt")
+    knockout = Knockout(layers=AT, head=[1, 2], queries=[5, 9], keys=[3, 7])
+    (clean,), (cut,) = (model.generate(PROMPT, plan=plan, max_tokens=1) for plan in (read, [read, knockout]))
+    differs = (clean.captures["attn_z", AT] != cut.captures["attn_z", AT]).unflatten(-1, (4, -1)).any(-1)
+    expected = torch.zeros_like(differs)
+    expected[[[5], [9]], [1, 2]] = True
+    assert torch.equal(differs, expected)
+    # Edges that the model does not have.
+    later = Knockout(layers=AT, queries=[5, 9], keys=[10, -1])
+    (same,) = model.generate(PROMPT, plan=[read, later], max_tokens=1)
+    assert torch.equal(same.captures["attn_z", AT], clean.captures["attn_z", AT])
+
+
+def test_a_query_without_keys_gets_zeros(both: tuple[LanguageModel, Attended]) -> None:
+    model, oracle = both
+    size = len(tokens_of())
+    plan = [
+        Knockout(layers=AT, head=1, queries=[0, -1], keys=range(size)),
+        Capture("attn_z", layers=[AT, AT + 1], positions="all_prompt"),
+    ]
+    (output,) = model.generate(PROMPT, plan=plan, max_tokens=1)
+    found = output.captures["attn_z", AT].unflatten(-1, (4, -1))
+    assert (found[[0, -1], 1] == 0).all() and (found[1:-1, 1] != 0).any(-1).all()
+    seen, _ = oracle.run(tokens_of(), cut=edges([AT], [1], [0, size - 1], range(size)))
+    close(output.captures["attn_z", AT + 1], seen["attn_z", AT + 1].flatten(1), 1e-4)
+
+
+def test_padded_batches_and_other_plans(both: tuple[LanguageModel, Attended]) -> None:
+    model, oracle = both
+    short = "The water is cold in the winter"
+    prompts = [short, PROMPT, short, short]
+    plans = [
+        [Knockout(layers="all", queries=-1, keys=[1, 2])],
+        [Knockout(layers=AT, head=3, keys=[0, -6])],
+        None,
+        [Knockout(layers="all", queries=-1, keys=[0])],
+    ]
+    cuts = [
+        edges(LAYERS, range(4), [len(tokens_of(short)) - 1], [1, 2]),
+        edges([AT], [3], range(200), [0, len(tokens_of()) - 6]),
+        [],
+        edges(LAYERS, range(4), [len(tokens_of(short)) - 1], [0]),
+    ]
+    outputs = model.generate(prompts, plan=plans, max_tokens=4, temperature=0.0, ignore_eos=True)
+    for prompt, cut, output in zip(prompts, cuts, outputs, strict=True):
+        expected = oracle.generate(tokens_of(prompt), 4, cut=cut)
+        assert output.token_ids == expected.argmax(-1).tolist()
+
+
+def test_order_with_other_edits(both: tuple[LanguageModel, Attended]) -> None:
+    """Knockouts see edited queries, keys and values. Edits of attn_z come after them."""
+    model, oracle = both
+    ids = tokens_of()
+    last, push = len(ids) - 1, torch.randn(32, generator=torch.Generator().manual_seed(3)) * 2
+    for site in ("attn_q", "attn_k", "attn_v"):
+        position = last if site == "attn_q" else last - 4
+        heads = model.arch.binding(site, AT).heads[0]
+        plan = [
+            Patch("attn_z", layer=AT, position=-1, head=2, source=push),
+            Knockout(layers=AT, queries=-1, keys=[-2, -3, 0]),
+            Steer(site, layers=AT, positions=[position], vector=push.repeat(heads)),
+            Capture("attn_z", layers=AT, positions=[-1], when="before"),
+            Capture("attn_z", layers=AT, positions=[-1], when="after"),
+        ]
+        change = pushed(site, AT, [position], push.repeat(heads).view(heads, 32))
+        seen, _ = oracle.run(ids, change, edges([AT], range(4), [last], [last - 1, last - 2, 0]))
+        (output,) = model.generate(PROMPT, plan=plan, max_tokens=1)
+        expected = seen["attn_z", AT][last].clone()
+        close(output.captures["attn_z", AT, "before"][0].view(4, 32), expected, 1e-4)
+        expected[2] = push
+        close(output.captures["attn_z", AT, "after"][0].view(4, 32), expected, 1e-4)
+
+
+def test_other_attention_functions_and_gradients(llama: tuple[LanguageModel, Attended]) -> None:
+    model, oracle = llama
+    plan = Plan.of([Knockout(layers=AT, queries=[-1, -3], keys=[2, 4]), Capture("attn_z", layers=AT + 1)])
+    size = len(tokens_of())
+    seen, _ = oracle.run(tokens_of(), cut=edges([AT], range(4), [size - 1, size - 3], [2, 4]))
+    (output,) = model.generate(PROMPT, plan=plan, max_tokens=3, temperature=0.0)
+    close(output.captures["attn_z", AT + 1][0], seen["attn_z", AT + 1][-1].flatten(), 1e-4)
+
+    values = {}
+    for name, keys in (("cut", range(size - 1)), ("whole", [size - 1])):
+        with model.trace(PROMPT, plan=Knockout(layers=[-1], queries=-1, keys=keys)):
+            value = model.attn_v[LAYERS[-1]]
+            with model.logits.sum().backward():
+                values[name] = value.grad.save()
+    assert values["cut"][:-1].abs().max() == 0 and values["cut"][-1].abs().max() > 0
+    assert values["whole"][:-1].abs().max() > 0
+
+
+def test_spans_wire_and_normal_form(llama: tuple[LanguageModel, Attended]) -> None:
+    model, _ = llama
+    knockout = Knockout(layers=AT, head=1, queries=Span("water"), keys=Span("river"))
+    assert Plan.of(Plan.of([knockout]).to_json()).interventions == (knockout,)
+    read = Capture("attn_z", layers=AT, positions="all_prompt")
+    (by_span,) = model.generate(PROMPT, plan=[knockout, read], max_tokens=1)
+    text, offsets = PROMPT, tiny_models.tokenizer()(PROMPT, return_offsets_mapping=True)["offset_mapping"]
+    at = {
+        word: [
+            i for i, (begin, end) in enumerate(offsets) if begin < text.find(word) + len(word) and text.find(word) < end
+        ]
+        for word in ("water", "river")
+    }
+    listed = Knockout(layers=AT, head=1, queries=at["water"], keys=at["river"])
+    (by_number,) = model.generate(PROMPT, plan=[listed, read], max_tokens=1)
+    (clean,) = model.generate(PROMPT, plan=read, max_tokens=1)
+    assert torch.equal(by_span.captures["attn_z", AT], by_number.captures["attn_z", AT])
+    assert not torch.equal(by_span.captures["attn_z", AT], clean.captures["attn_z", AT])
+    one, two = Knockout(layers=AT, queries=4, keys=[1]), Knockout(layers=AT, queries=4, keys=[2])
+    assert Plan.of([one, two]).hash == Plan.of([two, one]).hash != Plan.of([one]).hash
+    assert (
+        Plan.of(Knockout(layers=1, queries=-1, keys=-3)).normal(4, 9)
+        == Plan.of(Knockout(layers=1, queries=8, keys=6)).normal(4, 9)
+        != Plan.of(Knockout(layers=1, queries=8, keys=5)).normal(4, 9)
+    )
+
+
+def test_which_edges_are_cut() -> None:
+    """Against single edges, at random."""
+    draw = np.random.default_rng(0)
+    for _ in range(30):
+        length = int(draw.integers(4, 12))
+        given = []
+        for _ in range(int(draw.integers(1, 4))):
+            head = None if draw.random() < 0.3 else sorted(draw.choice(6, 2, replace=False).tolist())
+            queries = None if draw.random() < 0.3 else draw.choice(length, 3, replace=False).tolist()
+            keys = draw.choice(length, 2, replace=False).tolist()
+            given.append(Knockout(layers=1, head=head, queries=queries, keys=keys, phase="both"))
+        normal = Plan.of(given).normal(2, length).edits
+        ranges = [(0, 2**62) if e.queries is None else (e.queries[0], e.queries[0] + 1) for e in normal]
+        knockouts = Knockouts(zip(normal, ranges, strict=True))
+        first, heads, keys = int(draw.integers(0, length)), range(2, 5), range(1, length)
+        at = knockouts.queries(1, first, length + 2)
+        expected = {
+            (head, query, key)
+            for each in given
+            for head in (heads if each.head is None else set(each.head) & set(heads))
+            for query in (range(length + 2) if each.queries is None else each.queries)
+            for key in each.keys
+            if query >= first and key in keys
+        }
+        cut = knockouts.cut(1, at, heads, keys)
+        assert {(heads[n], int(at[q]), keys[k]) for n, q, k in np.argwhere(cut)} == expected
+        assert knockouts.queries(0, 0, length).size == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Knockout(layers=1), r"Knockout needs keys"),
+        (lambda: Knockout(keys=[]), r"Knockout\.keys is empty"),
+        (lambda: Knockout(keys="all"), r"Knockout\.keys is 'all'"),
+        (lambda: Knockout(keys=[2, 2]), r"Knockout\.keys is \[2, 2\], which has 2 twice"),
+        (lambda: Knockout(keys=0, queries=1, phase="prefill"), r"Knockout\.queries is 1 with phase='prefill'"),
+        (lambda: Knockout(keys=0, queries=-1, phase="decode"), r"Knockout\.queries is -1; allowed: with phase=\"dec"),
+        (lambda: Knockout(keys=0, head=-1), r"Knockout\.head"),
+        (lambda: Knockout(keys=0, layers=9), r"Knockout\.layers is 9; allowed: 0 to 3"),
+        (lambda: Knockout(keys=0, head=4), r"Knockout\.head is 4; allowed: 0 to 3"),
+        (lambda: Knockout(keys=900), r"Knockout\.keys is 900; allowed: from -\d+ to \d+"),
+        (lambda: Knockout(keys=0, queries=900), r"Knockout\.queries is 900; allowed: from -\d+ to \d+"),
+        (lambda: Knockout(keys=[0, -len(tokens_of())]), r"Knockout\.keys is .*, which has one twice"),
+        (lambda: Knockout(keys=Span("ocean")), r"Knockout\.keys is Span\(text='ocean'"),
+        (
+            lambda: When(
+                Probe("resid_pre", layer=0, weight=torch.ones(128), name="p"), above=0.0, then=Knockout(keys=0)
+            ),
+            r"When\.then\[0\] is a Knockout; allowed: an edit of the rows",
+        ),
+        (
+            lambda: [Knockout(keys=0), Clamp("attn_z", direction=torch.ones(7))],
+            r"Clamp\.direction is of width 7",
+        ),
+    ],
+)
+def test_mistakes_are_refused(llama: tuple[LanguageModel, Attended], make: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        llama[0].generate(PROMPT, plan=make(), max_tokens=1)
+
+
+def test_models_without_the_sites_refuse(tmp_path_factory: pytest.TempPathFactory) -> None:
+    falcon = LanguageModel(str(tiny_models.build("falcon", tmp_path_factory.getbasetemp() / "attention")))
+    with pytest.raises(
+        PlanError, match=r"Knockout cannot act at layer 0 \(Knockout\.layers\): the model has no site attn_q"
+    ):
+        falcon.generate(PROMPT, plan=Knockout(keys=0), max_tokens=1)
