@@ -1,100 +1,155 @@
-"""Measures every tiny architecture with `midstream compare` and writes the tables into docs/supported.md.
+"""Measures tiny models of vLLM's decoders with `midstream compare` and writes the tables into docs/supported.md.
 
-    python scripts/supported_models.py                # all of them, on one rank and on several: a quarter of an hour
-    python scripts/supported_models.py llama gpt2     # print the tables of these
+    python scripts/supported_models.py                # the models without a result, then the tables: seconds for each
+    python scripts/supported_models.py llama gpt2     # measure these again
+    python scripts/supported_models.py --ranks tp2    # on two tensor-parallel ranks; also pp2
 
-The models are those of tests/support/tiny_models.py: random weights, four layers.
+The models are those of tests/support/tiny_models.py and registry_models.py: random weights, four layers. Each runs in a process of
+its own, with a limit on its time. `benchmarks/results/models.jsonl` has a line for each model and size: the differences, or the reason why
+there are none. So a run that stops goes on with the models that are left.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import datetime
+import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+import registry_models  # noqa: E402
 import tiny_models  # noqa: E402
-from forked import forked  # noqa: E402
+from forked import IMPORTS, forked  # noqa: E402
 from ranks import SIZES  # noqa: E402
 
 from midstream.commands import compare  # noqa: E402
+from midstream.commands.compare import Comparison, Difference  # noqa: E402
 from midstream.sites import LAYER_SITES, MODEL_SITES  # noqa: E402
 
-PAGE = ROOT / "docs" / "supported.md"
-ON_SEVERAL = {"TP=2": SIZES["tp2"], "PP=2": SIZES["pp2"]}
+PAGE, RESULTS = ROOT / "docs" / "supported.md", ROOT / "benchmarks" / "results" / "models.jsonl"
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
+ONE = "one"  # the size with a single rank
+LIMIT_S = 240  # for one model
+QKV = ("attn_q", "attn_k", "attn_v")
+
+Results = dict[tuple[str, str], dict[str, Any]]  # by model and size
 
 
-Rows = list[compare.Comparison]
+# Measuring.
 
 
-def measured(names: list[str], sizes: Mapping[str, int]) -> Rows:
-    rows = []
-    with tempfile.TemporaryDirectory() as cache, forked() if sizes else contextlib.nullcontext():
-        for name in names:
-            path = tiny_models.build(name, Path(cache))
-            engine = {"max_model_len": 256, "max_num_seqs": 8, **sizes, **tiny_models.ARCHITECTURES[name].engine}
-            rows.append(compare.compare(str(path), name=name, prompts=PROMPTS, **engine))
-            tiny_models.restore_transformers()
-            print(f"{name}: {rows[-1].largest()}", file=sys.stderr, flush=True)
-    return rows
+def compared(name: str, size: str) -> dict[str, Any]:
+    """The fields of a result. Runs in a process of its own."""
+    architecture = registry_models.ALL[name]
+    ranks = SIZES[size] if size != ONE else {}
+    with tempfile.TemporaryDirectory() as directory, forked(server=False):
+        path = tiny_models.build(name, Path(directory), architecture)
+        engine = {"max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1, **ranks, **architecture.engine}
+        return asdict(compare.compare(str(path), name=name, prompts=PROMPTS, **engine))
 
 
-def summary(rows: Rows, on_several: dict[str, Rows]) -> str:
-    sites = [site for site in (*LAYER_SITES, *MODEL_SITES) if site not in ("logits", "samples")]
-    titles = ["model", "transformers class", "route in vLLM", "sites", "reads", "edits", *on_several]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for row, *others in zip(rows, *on_several.values(), strict=True):
-        own = [site for site in sites if site != "router" or site in row.sites]  # only a mixture of experts has routers
-        lacking = [f"`{site}`" for site in own if site not in row.sites]
-        have = f"all but {', '.join(lacking)}" if lacking else "all"
-        reads, edits = row.largest(tuple(compare.READS)), row.largest(tuple(compare.EDITS))
-        several = [other.largest() for other in others]
-        cells = [row.name, f"`{row.architecture}`", row.route, have, reads, edits, *several]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+def _send_compared(name: str, size: str, log: Path, to: Connection) -> None:
+    os.setsid()  # so that the limit ends the engine's processes as well
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        to.send(compared(name, size))
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        to.send({"error": f"{type(error).__name__}: {error}"})
 
 
-def tables(rows: Rows, on_several: dict[str, Rows]) -> dict[str, str]:
+def measured(name: str, size: str, logs: Path) -> dict[str, Any]:
+    """One line of the results."""
+    log = logs / f"{name}-{size}.log"
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_send_compared, args=(name, size, log, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv() if ours.poll(LIMIT_S) else {"error": f"no result after {LIMIT_S} s"}
+    except EOFError:
+        process.join(10)
+        found = {"error": f"the process died with exit code {process.exitcode}"}
+    try:
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.join()
     import vllm
 
-    measured_on = f"Measured {datetime.date.today()} on vLLM {vllm.__version__.partition('+')[0]}, CPU, float32."
-    unsupported = [f"| {name} | {said} |" for name, said in tiny_models.UNSUPPORTED_ON_CPU.items()]
-    return {
-        "summary": f"{measured_on}\n\n{summary(rows, on_several)}",
-        "unsupported": "\n".join(["| model | what vLLM says |", "|---|---|", *unsupported]),
-        "reads": compare.markdown_table(rows, tuple(compare.READS)),
-        "edits": compare.markdown_table(rows, tuple(compare.EDITS)),
-    }
+    date, version = str(datetime.date.today()), vllm.__version__.partition("+")[0]
+    return {"name": name, "ranks": size, "date": date, "vllm": version, **found}
+
+
+def read_results() -> Results:
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    return {(line["name"], line["ranks"]): line for line in map(json.loads, lines)}
+
+
+def write_results(results: Results) -> None:
+    """One line each, in the order of the models."""
+    order = list(registry_models.ALL)
+    lines = sorted(results.values(), key=lambda line: (order.index(line["name"]), line["ranks"]))
+    RESULTS.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+def measure(names: list[str], size: str) -> None:
+    import importlib
+
+    import vllm.model_executor.models.registry as registry
+
+    for module in IMPORTS:  # once, for all the processes
+        importlib.import_module(module)
+    registry._run_in_subprocess = lambda fn: fn()  # vLLM looks at every model class in a process of its own: 10 s each
+    logs = Path(tempfile.mkdtemp(prefix="supported_models-"))
+    for name in names:
+        line = measured(name, size, logs)
+        write_results({**read_results(), (name, size): line})
+        said = line.get("error") or str(comparison(line).largest())
+        print(f"{name}: {said[:300]}", file=sys.stderr, flush=True)
+    print(f"The output of each model is in {logs}.", file=sys.stderr)
+
+
+# The tables.
+
+
+def comparison(line: dict[str, Any]) -> Comparison:
+    """The comparison in a result without an error."""
+    found = {entry: Difference(**difference) for entry, difference in line["differences"].items()}
+    return Comparison(line["name"], line["architecture"], line["route"], tuple(line["sites"]), found)
 
 
 def main() -> None:
-    import vllm.model_executor.models.registry as registry
-
-    registry._run_in_subprocess = lambda fn: fn()  # vLLM looks at every model class in a process of its own: 10 s each
-    names = sys.argv[1:] or [name for name in tiny_models.ARCHITECTURES if name not in tiny_models.UNSUPPORTED_ON_CPU]
-    made = tables(measured(names, {}), {title: measured(names, sizes) for title, sizes in ON_SEVERAL.items()})
-    if sys.argv[1:]:
-        print(*made.values(), sep="\n\n")
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    for part, table in made.items():
-        between = re.compile(rf"(<!-- {part} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page, count = between.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
-        assert count == 1, f"{PAGE} has {count} places for the table {part!r}"
-    PAGE.write_text(page, encoding="utf-8")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models to measure again; those without a result if none is given")
+    parser.add_argument("--ranks", default=ONE, choices=[ONE, "tp2", "pp2"], help="the engine's ranks")
+    parser.add_argument("--tables", action="store_true", help="write the tables and measure nothing")
+    arguments = parser.parse_args()
+    known = read_results()
+    without = [name for name in registry_models.ALL if (name, arguments.ranks) not in known]
+    if not arguments.tables:
+        measure(arguments.names or without, arguments.ranks)
 
 
 if __name__ == "__main__":

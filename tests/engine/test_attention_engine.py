@@ -36,11 +36,16 @@ MODES: dict[str, dict[str, Any]] = {
     params=[
         ("llama", "eager"),
         ("gemma2", "eager"),
+        ("gemma2_transformers", "eager"),  # transformers' modules, and vLLM's attention
         pytest.param(("gemma2", "compiled"), marks=pytest.mark.matrix),
         pytest.param(("qwen3", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt2", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt_oss", "eager"), marks=pytest.mark.matrix),
         pytest.param(("llama", "ranks"), marks=pytest.mark.matrix),
+        pytest.param(("llama_transformers", "compiled"), marks=pytest.mark.matrix),
+        pytest.param(("olmo2", "eager"), marks=pytest.mark.matrix),
+        pytest.param(("gpt_neox", "eager"), marks=pytest.mark.matrix),
+        pytest.param(("llama_transformers", "ranks"), marks=pytest.mark.matrix),
     ],
     ids="-".join,
 )
@@ -54,7 +59,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "block_size": 32,
         "enable_prefix_caching": True,
     }
-    with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
+    with forked(), VLLM(str(path), **engine, **tiny_models.ARCHITECTURES[name].engine, **MODES[mode]) as model:
         yield model, Attended(path)
         assert not alive(model)
 

@@ -183,9 +183,9 @@ UNSUPPORTED_ON_CPU: dict[str, str] = {
 }
 
 
-def build(name: str, directory: Path) -> Path:
+def build(name: str, directory: Path, architecture: Architecture | None = None) -> Path:
     """The directory of the model called `name` under `directory`, made there unless an identical one exists."""
-    architecture = ARCHITECTURES[name]
+    architecture = architecture or ARCHITECTURES[name]
     path = Path(directory) / f"{name}-{_fingerprint()}"
     if path.is_dir():
         return path

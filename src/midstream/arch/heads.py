@@ -2,7 +2,8 @@
 
 vLLM's attention is a module that takes the three. Attention in transformers is a function, which the modules look up by its name. So
 `split_heads` gives each of these modules a child that the three pass through before the function gets them. The inputs of vLLM's module,
-or of that child, are the sites.
+or of that child, are the sites. vLLM's Transformers backend has both: the function calls vLLM's module, but not as a module, so no hook of
+it runs. There the child is the site.
 
 Keys and values of earlier tokens, which transformers' cache adds, do not pass through the child. A changed key or value is also written to
 the cache, since later steps read it there.
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from midstream import hooks
-from midstream.arch.blocks import HEADS
+from midstream.arch.blocks import HEADS, head_dims_of
 from midstream.errors import ArchitectureError, ParameterError
 
 _UNQUANTISED = ("auto", "float16", "bfloat16", "float32")  # the dtypes of vLLM's KV cache that keep the model's numbers
@@ -141,7 +142,9 @@ def settings_of(module: Any) -> AttentionSettings:
         ArchitectureError: this attention has a feature that is not supported.
     """
     if isinstance(module, Heads):
-        return module.settings
+        if module.served_by is None:
+            return module.settings
+        module = module.served_by
     if (what := _unsupported(module)) is not None:
         raise ArchitectureError(
             f"attention_probabilities does not support {what}, which {module.layer_name} has: compute them from attn_q and attn_k."
@@ -182,14 +185,18 @@ class Heads(nn.Module):
     Attributes:
         head_dims: of queries, keys and values.
         shares_kv: whether the attention takes keys and values of another layer.
-        settings: those of the last call.
+        served_by: vLLM's attention module, which the attention function calls on vLLM.
+        settings: those of the last call, if there is no such module.
         cut: takes the settings of a call, and its queries, keys, values, `[B, heads, tokens, head_dim]` each, and outputs, `[B, T, N, E]`;
             returns new outputs. None to leave them.
     """
 
-    def __init__(self, shares_kv: bool = False) -> None:
+    served_by: Any
+
+    def __init__(self, shares_kv: bool = False, served_by: Any = None) -> None:
         super().__init__()
         self.shares_kv = shares_kv
+        object.__setattr__(self, "served_by", served_by)  # not a child: it is one of the attention already
         self.head_dims = (0, 0, 0)
         self.settings = AttentionSettings(1.0)
         self.cut: Callable[..., torch.Tensor] | None = None
@@ -246,15 +253,19 @@ def _other_cache(kind: str) -> ParameterError:
     )
 
 
-def split_heads(root: nn.Module) -> None:
+def split_heads(root: nn.Module, *, on_vllm: bool = False) -> None:
     """Give each attention in `root` that calls transformers' attention functions a child `midstream_heads`. The model computes the same.
 
     Args:
-        root: a model of transformers. A second call changes nothing. A model of transformers 4 stays as it is.
+        root: a model with modules of transformers. A second call changes nothing. A model of transformers 4 stays as it is.
+        on_vllm: only attention whose function calls a module of vLLM that takes queries, keys and values (not multi-head latent attention).
     """
     for module in list(root.modules()):
+        served_by = next((child for child in module.children() if head_dims_of(child) is not None), None)
+        if on_vllm and served_by is None:
+            continue
         if HEADS not in module._modules and _calls_attention(module) and _watch_functions():
-            module.add_module(HEADS, Heads(bool(getattr(module, "is_kv_shared_layer", False))))
+            module.add_module(HEADS, Heads(bool(getattr(module, "is_kv_shared_layer", False)), served_by))
 
 
 def _calls_attention(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ import torch
 from midstream.arch.aliases import Rename
 from midstream.bundled import demo_model
 from midstream.client.model import TraceModel
-from midstream.errors import InterventionErrorGroup, MidstreamError, UnknownSiteError
+from midstream.errors import ArchitectureError, InterventionErrorGroup, MidstreamError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.tracer import save
 
@@ -45,6 +45,7 @@ PER_LAYER = (
     "mlps_input",
     "mlps_output",
 ) + tuple(site for site in LAYER_SITES if site not in ACCESSORS.values())
+PROBABILITIES = "attention_probabilities"
 ONCE = ("token_embeddings", "final_norm", "logits", "next_token_probs")
 LENS = "project_on_vocab"
 Values = dict[str, torch.Tensor]  # by where it was read: `layers_output[3]`
@@ -59,10 +60,10 @@ def read_layers(name: str, layers: Sequence[int], model: Any) -> Values:
     for layer in layers:
         try:
             values[f"{name}[{layer}]"] = save(getattr(model, name)[layer])
-        except UnknownSiteError:
-            continue
+        except (UnknownSiteError, ArchitectureError) as error:
+            lacking = error
     if not values:
-        raise UnknownSiteError(f"no layer has {name}")
+        raise lacking
     return values
 
 
@@ -76,7 +77,7 @@ def read_lens(layers: Sequence[int], model: Any) -> Values:
 
 
 READS: dict[str, Callable[[Sequence[int], Any], Values]] = {
-    **{name: partial(read_layers, name) for name in PER_LAYER},
+    **{name: partial(read_layers, name) for name in (*PER_LAYER, PROBABILITIES)},
     **{name: partial(read_once, name) for name in ONCE},
     LENS: read_lens,
 }
@@ -184,7 +185,7 @@ class Side:
             self.values[name] = fn()
         except MidstreamError as error:
             first = _first_of(error)
-            reasons = self.missing if isinstance(first, UnknownSiteError) else self.failed
+            reasons = self.missing if isinstance(first, (UnknownSiteError, ArchitectureError)) else self.failed
             reasons[name] = str(first).splitlines()[0]
 
 

@@ -22,7 +22,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from midstream.arch import Architecture, detect
+from midstream.arch import Architecture, detect, split_heads
 from midstream.arch.aliases import Aliases
 from midstream.arch.heads import why_not_again
 from midstream.engine.adapters import Adapters
@@ -158,6 +158,7 @@ class Worker(PlatformWorker):
         runner = self._runner = adapt_runner(self.model_runner)
         model, tensor, pipeline = runner.model, get_tp_group(), get_pp_group()
         self._eager_kernels = EagerKernels(model, config)
+        split_heads(model, on_vllm=True)
         arch = detect(
             model,
             self._probe,

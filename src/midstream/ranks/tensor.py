@@ -218,7 +218,7 @@ class _Search:
     def _by_class(self, kind: Kind, call: ModuleCall) -> dict[Ref, ShardLayout | None]:
         """The layouts that follow from the module's class; None for a full tensor."""
         module, leaves = unwrapped(call.module), _floating(call.inputs if kind == "input" else call.returned)
-        if is_a(module, "Attention"):
+        if is_a(module, "Attention", "Heads"):
             return self._attention(kind, call, leaves)
         if is_a(module, *_EXPERTS) and kind == "output":
             return {leaf.ref: Summands(self.size) for leaf in leaves}
@@ -258,10 +258,13 @@ class _Search:
         linears = [m for m in siblings if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
         if not any(self._is_split(m) for m in linears):
             return {}
+        replicas = max([1, *(getattr(m, "num_kv_head_replicas", 1) for m in linears)])
+        if is_a(module, "Heads"):  # which returns what it takes
+            copies = zip(leaves, (1, replicas, replicas), strict=True)
+            return {leaf.ref: Shards((Segment(self._width(leaf), each),), self.size) for leaf, each in copies}
         value_size = getattr(module, "head_size_v", module.head_size)
         if kind == "output":
             return {leaves[0].ref: self._shards(module.num_heads * value_size)}
-        replicas = max([1, *(getattr(m, "num_kv_head_replicas", 1) for m in linears)])
         widths = (
             (module.num_heads * module.head_size, 1),
             (module.num_kv_heads * module.head_size, replicas),

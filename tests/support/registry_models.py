@@ -1,0 +1,393 @@
+"""Tiny configs of the further decoders in vLLM's registry, for `scripts/supported_models.py` alone: the tests run those of `tiny_models.py`.
+
+`MEASURED` has a config for each decoder that transformers can make from one. `NOT_MADE` says why there is none for another name of the
+registry, and `SAME_AS` names the measured model whose code vLLM runs under a further name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny_models import ARCHITECTURES, LAYERS, MAX_POSITIONS, Architecture
+
+_COMMON = {
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "intermediate_size": 192,
+}
+_WIDE = {**_COMMON, "hidden_size": 128}
+_WIDE_GQA = {**_WIDE, "num_key_value_heads": 2}
+_GQA = {**_COMMON, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}
+_SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+_SPARSE = {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DEEPSEEK_EXPERTS = {
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Multi-head latent attention: vLLM's kernel on the CPU takes these widths alone.
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "num_key_value_heads": 4,
+}
+_INDEXER = {"index_topk": 16, "index_head_dim": 128, "index_n_heads": 2}
+_MAMBA = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
+_MAMBA2 = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_chunk_size": 32}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+}
+_GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+_BACKEND = {"model_impl": "transformers"}
+
+MEASURED: dict[str, Architecture] = {
+    "qwen3_next": Architecture("qwen3_next", {**_GQA, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 96}),
+    "qwen3_5": Architecture("qwen3_5_text", {**_GQA, **_DELTA}),
+    "qwen3_5_moe": Architecture("qwen3_5_moe_text", {**_GQA, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 96}),
+    "qwen4_exp": Architecture(
+        "qwen4_exp_text",
+        {
+            **_GQA,
+            **_EXPERTS,
+            **_DELTA,
+            "layer_types": ["linear_attention", "indexed_attention"] * (LAYERS // 2),
+            "shared_expert_intermediate_size": 96,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 32,
+            "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+            "hc_lowrank": 16,
+            "ple_embed_dim": 64,
+            "ngram_vocab_size_base": 1000,
+        },
+    ),
+    "deepseek_v2": Architecture("deepseek_v2", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v3": Architecture("deepseek_v3", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v32": Architecture("deepseek_v32", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
+    "deepseek_v4": Architecture("deepseek_v4", {**_WIDE, **_DEEPSEEK_EXPERTS}),
+    "ministral3": Architecture("ministral3", _GQA),
+    "ministral": Architecture("ministral", {**_GQA, "sliding_window": 16}),
+    "phimoe": Architecture("phimoe", {**_WIDE_GQA, **_LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True}),
+    "ernie4_5": Architecture("ernie4_5", _GQA),
+    "ernie4_5_moe": Architecture(
+        "ernie4_5_moe",
+        {**_WIDE_GQA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 96, "moe_layer_end_index": LAYERS - 1},
+    ),
+    "olmo3": Architecture("olmo3", {**_WIDE_GQA, **_SLIDING}),
+    "olmo_hybrid": Architecture("olmo_hybrid", {**_WIDE_GQA, **_DELTA, "linear_num_value_heads": 2}),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        {
+            **_GQA,
+            **_SLIDING,
+            "vocab_size_per_layer_input": 384,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 16,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.0] * LAYERS,
+        },
+        embedding_std=0.05,
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {**_GQA, **_SLIDING, "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 32},
+        embedding_std=0.05,
+    ),
+    "glm": Architecture("glm", _GQA),
+    "glm4_moe_lite": Architecture("glm4_moe_lite", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS}),
+    "glm_moe_dsa": Architecture("glm_moe_dsa", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER}),
+    "exaone4": Architecture("exaone4", {**_WIDE_GQA, **_SLIDING}),
+    "exaone_moe": Architecture("exaone_moe", {**_WIDE_GQA, **_SLIDING, **_EXPERTS, **_SPARSE}),
+    "seed_oss": Architecture("seed_oss", {**_GQA, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "nemotron": Architecture("nemotron", {**_WIDE_GQA, "head_dim": 32}),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        {
+            "hidden_size": 64,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": MAX_POSITIONS,
+            "intermediate_size": 192,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "chunk_size": 32,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 96,
+            "moe_shared_expert_intermediate_size": 96,
+        },
+    ),
+    "granitemoeshared": Architecture(
+        "granitemoeshared", {**_WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, "shared_intermediate_size": 96}
+    ),
+    "granitemoehybrid": Architecture(
+        "granitemoehybrid",
+        {
+            **_WIDE_GQA,
+            **_LOCAL_EXPERTS,
+            **_MAMBA2,
+            **_GRANITE,
+            "shared_intermediate_size": 96,
+            "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+        },
+    ),
+    "granitemoe_swa": Architecture(
+        "granitemoe_swa", {**_WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS}
+    ),
+    "granite_swa": Architecture(
+        "granite_swa", {**_WIDE_GQA, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS}
+    ),
+    "bamba": Architecture("bamba", {**_WIDE_GQA, **_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": Architecture(
+        "falcon_h1", {**_WIDE_GQA, **_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": True}
+    ),
+    "jamba": Architecture(
+        "jamba",
+        {
+            **_WIDE_GQA,
+            **_MAMBA,
+            "mamba_dt_rank": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "mamba": Architecture("mamba", {"hidden_size": 128, "num_hidden_layers": LAYERS, "state_size": 16}),
+    "falcon_mamba": Architecture("falcon_mamba", {"hidden_size": 128, "num_hidden_layers": LAYERS, "state_size": 16}),
+    "mamba2": Architecture(
+        "mamba2",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": LAYERS,
+            "state_size": 16,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+    ),
+    "minicpm3": Architecture(
+        "minicpm3", {**_WIDE, **_LATENT, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    ),
+    "arcee": Architecture("arcee", {**_WIDE_GQA, "head_dim": 32}),
+    "apertus": Architecture("apertus", _WIDE_GQA),
+    "afmoe": Architecture("afmoe", {**_GQA, **_EXPERTS, **_SLIDING, "num_dense_layers": 1, "num_shared_experts": 1}),
+    "axk1": Architecture("axk1", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}),
+    "axk2": Architecture("axk2", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
+    "cohere2": Architecture("cohere2", {**_WIDE_GQA, **_SLIDING, "logit_scale": 0.5}),
+    "cohere2_moe": Architecture(
+        "cohere2_moe",
+        {**_GQA, **_SLIDING, "num_experts": 4, "num_experts_per_tok": 2, "logit_scale": 0.5, "mlp_layer_types": ["sparse"] * LAYERS},
+    ),
+    "dbrx": Architecture(
+        "dbrx",
+        {
+            "d_model": 128,
+            "n_heads": 4,
+            "n_layers": LAYERS,
+            "max_seq_len": MAX_POSITIONS,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "hrm_text": Architecture("hrm_text", {**_GQA, "num_layers_per_stack": 2}),
+    "hy_v3": Architecture("hy_v3", {**_GQA, **_EXPERTS, **_SPARSE}),
+    "hy_v4": Architecture("hy_v4", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
+    "hyperclovax": Architecture("hyperclovax", {**_WIDE_GQA, "head_dim": 32}),
+    "kimi_linear": Architecture(
+        "kimi_linear",
+        {
+            **_WIDE,
+            **_LATENT,
+            "q_lora_rank": None,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 96,
+            "linear_head_dim": 32,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+            **_SPARSE,
+        },
+    ),
+    "lfm2": Architecture(
+        "lfm2", {**_WIDE_GQA, "block_multiple_of": 64, "layer_types": ["conv", "full_attention"] * (LAYERS // 2)}
+    ),
+    "lfm2_moe": Architecture(
+        "lfm2_moe",
+        {**_WIDE_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    ),
+    "laguna": Architecture(
+        "laguna",
+        {
+            **_GQA,
+            **_EXPERTS,
+            **_SPARSE,
+            **_SLIDING,
+            "shared_expert_intermediate_size": 96,
+            "num_attention_heads_per_layer": [4] * LAYERS,
+        },
+    ),
+    "longcat_flash": Architecture(
+        "longcat_flash",
+        {
+            **_LATENT,
+            "hidden_size": 128,
+            "num_layers": LAYERS,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 192,
+            "expert_ffn_hidden_size": 96,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "minimax_m2": Architecture("minimax_m2", {**_GQA, **_LOCAL_EXPERTS}),
+    "minimax": Architecture(
+        "minimax",
+        {**_GQA, **_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+    ),
+    "minimax_m3": Architecture(
+        "minimax_m3_vl_text",
+        {**_GQA, **_LOCAL_EXPERTS, "dense_intermediate_size": 192, "shared_intermediate_size": 96, "rotary_dim": 16},
+    ),
+    "inkling": Architecture(
+        "inkling_text",
+        {
+            **_GQA,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "sliding_window_size": 16,
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+        },
+    ),
+    "mimo_v2_flash": Architecture(
+        "mimo_v2_flash", {**_GQA, **_SLIDING, **_SPARSE, **_DEEPSEEK_EXPERTS, "v_head_dim": 32}
+    ),
+    "zamba2": Architecture(
+        "zamba2",
+        {
+            **_WIDE,
+            **_MAMBA,
+            "num_key_value_heads": 4,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 32,
+            "chunk_size": 32,
+            "attention_head_dim": 64,
+            "kv_channels": 32,
+            "layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2),
+            "adapter_rank": 16,
+        },
+    ),
+    "hunyuan_dense": Architecture("hunyuan_v1_dense", _GQA),
+    "jais2": Architecture("jais2", {**_WIDE_GQA, "head_dim": 32}),
+    "cwm": Architecture("cwm", {**_GQA, **_SLIDING}),
+    "gpt_bigcode": Architecture(
+        "gpt_bigcode", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS}
+    ),
+    "mellum": Architecture(
+        "mellum",
+        {**_GQA, **_SLIDING, **_LOCAL_EXPERTS, "moe_intermediate_size": 96, "mlp_layer_types": ["sparse"] * LAYERS},
+    ),
+    "vaultgemma": Architecture(
+        "vaultgemma", {**_GQA, **_SLIDING, "query_pre_attn_scalar": 32}, embedding_std=0.05
+    ),
+    # Not in the registry: vLLM tries its Transformers backend.
+    "aria_text": Architecture("aria_text", {**_WIDE_GQA, "head_dim": 32, "moe_num_experts": 4, "moe_num_shared_experts": 1}),
+    "biogpt": Architecture("biogpt", _WIDE),
+    "bitnet": Architecture("bitnet", _WIDE_GQA),
+    "codegen": Architecture("codegen", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS, "rotary_dim": 16}),
+    "diffllama": Architecture("diffllama", {**_WIDE_GQA, "head_dim": 32}),
+    "doge": Architecture("doge", _WIDE_GQA),
+    "gemma4_unified": Architecture("gemma4_unified_text", {**_GQA, **_SLIDING}, embedding_std=0.05),
+    "gpt_neo": Architecture(
+        "gpt_neo",
+        {
+            "num_layers": LAYERS,
+            "num_heads": 4,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "attention_types": [[["global", "local"], LAYERS // 2]],
+            "max_position_embeddings": MAX_POSITIONS,
+            "window_size": 16,
+        },
+    ),
+    "gpt_neox_japanese": Architecture("gpt_neox_japanese", {**_WIDE, "intermediate_multiple_size": 2}),
+    "helium": Architecture("helium", {**_WIDE_GQA, "head_dim": 32}),
+    "jetmoe": Architecture(
+        "jetmoe",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": LAYERS,
+            "num_key_value_heads": 2,
+            "kv_channels": 32,
+            "intermediate_size": 96,
+            "num_local_experts": 4,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "nanochat": Architecture("nanochat", _WIDE_GQA),
+    "openai_gpt": Architecture(
+        "openai-gpt", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS}
+    ),
+    "persimmon": Architecture("persimmon", _WIDE),
+    "recurrent_gemma": Architecture(
+        "recurrent_gemma",
+        {**_GQA, "num_attention_heads": 4, "lru_width": 64, "attention_window_size": 64, "block_types": ["recurrent", "attention"]},
+        embedding_std=0.05,
+    ),
+    "rwkv": Architecture(
+        "rwkv",
+        {"hidden_size": 128, "num_hidden_layers": LAYERS, "context_length": MAX_POSITIONS, "attention_hidden_size": 128, "intermediate_size": 192},
+    ),
+    "solar_open": Architecture("solar_open", {**_GQA, **_DEEPSEEK_EXPERTS}),
+    "xglm": Architecture(
+        "xglm",
+        {"d_model": 128, "ffn_dim": 192, "num_layers": LAYERS, "attention_heads": 4, "max_position_embeddings": MAX_POSITIONS},
+    ),
+    "xlstm": Architecture("xlstm", {"hidden_size": 128, "embedding_dim": 128, "num_hidden_layers": LAYERS, "num_blocks": LAYERS, "num_heads": 4}),
+    "youtu": Architecture("youtu", {**_WIDE, **_LATENT}),
+    "zamba": Architecture(
+        "zamba",
+        {
+            **_WIDE,
+            **_MAMBA,
+            "num_key_value_heads": 4,
+            "attention_hidden_size": 256,
+            "attention_head_dim": 64,
+            "mamba_dt_rank": 8,
+            "layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2),
+            "use_mamba_kernels": False,
+        },
+    ),
+    "zaya": Architecture("zaya", {**_GQA, "num_experts": 4, "moe_intermediate_size": 96, "router_hidden_size": 32}),
+}  # fmt: skip
+
+ALL: dict[str, Architecture] = {**ARCHITECTURES, **MEASURED}
+
+SAME_AS: dict[str, Any] = {}
+NOT_MADE: dict[str, str] = {}
