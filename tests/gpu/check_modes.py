@@ -5,8 +5,8 @@ python tests/gpu/check_modes.py --runner v2 --only awq gptq --json benchmarks/re
 python tests/gpu/check_modes.py --cpu --eager
 
 Tiny models with random weights. LoRA adapters and mixtures of experts are checked here, in float32, against transformers with the adapter
-merged into the weights, transformers with hooks on the routers, and vLLM's own report of the chosen experts (V2 has it). The other modes are
-those of `tests/support/modes.py`, each in its own dtype. A mode whose engine does not start prints the error, and the others go on.
+merged into the weights, transformers with hooks on the routers, and vLLM's own report of the chosen experts (V2 has it). The other modes
+are those of `tests/support/modes.py`, each in its own dtype. A mode whose engine does not start prints the error, and the others go on.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> int:
         "LoRA": adapter_checks,
         "mixtures of experts": partial(mixture_checks, runner=arguments.runner),
     }
-    makers |= {mode.name: partial(table_checks, mode) for mode in MODES if mode.checks}
+    makers |= {mode.name: partial(table_checks, mode.here(arguments.cpu)) for mode in MODES if mode.checks}
     lacking = {mode.name for mode in MODES if mode.cpu == "no"}
     failed = 0
     for name, make in makers.items():
