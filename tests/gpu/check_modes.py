@@ -1,18 +1,26 @@
-"""LoRA adapters and mixtures of experts on a GPU: prints one line a check and exits 1 on a failure.
+"""vLLM's modes on a GPU: prints one line a check, appends one to a file of results for each mode, and exits 1 on a failure.
 
 python tests/gpu/check_modes.py --runner v2
+python tests/gpu/check_modes.py --runner v2 --only awq gptq --json benchmarks/results/modes.jsonl
 python tests/gpu/check_modes.py --cpu --eager
 
-Tiny models with random weights, in float32. The oracles are transformers with the adapter merged into the weights, transformers with hooks
-on the routers, and vLLM's own report of the chosen experts (V2 has it).
+Tiny models with random weights. LoRA adapters and mixtures of experts are checked here, in float32, against transformers with the adapter
+merged into the weights, transformers with hooks on the routers, and vLLM's own report of the chosen experts (V2 has it). The other modes
+are those of `tests/support/modes.py`, each in its own dtype. A mode whose engine does not start prints the error, and the others go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import os
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,23 +158,72 @@ def mixture_checks(directory: Path, engine: dict[str, Any], runner: str) -> tupl
     )
 
 
+def table_checks(mode: Any, directory: Path, engine: dict[str, Any]) -> tuple[Any, Any]:
+    """A mode of the table."""
+    import mode_checks
+
+    from midstream import VLLM
+
+    options, oracle = mode_checks.build(mode, directory)
+    model = VLLM(**{**engine, "dtype": mode.dtype, **options})
+    return model, getattr(mode_checks, mode.checks)(mode, model, oracle)
+
+
 def main() -> int:
+    from modes import MODES
+
     parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="*", metavar="PART", help="the modes with one of these parts in their names")
+    parser.add_argument("--json", type=Path, help="the file to which results are appended")
     parser.set_defaults(float32=True)
     arguments = parsed(parser)
+    engine = {**engine_arguments(arguments), "max_model_len": 256}
+    makers: dict[str, Callable[..., tuple[Any, Any]]] = {
+        "LoRA": adapter_checks,
+        "mixtures of experts": partial(mixture_checks, runner=arguments.runner),
+    }
+    makers |= {mode.name: partial(table_checks, mode.here(arguments.cpu)) for mode in MODES if mode.checks}
+    lacking = {mode.name for mode in MODES if mode.cpu == "no"}
+    failed = 0
+    for name, make in makers.items():
+        if arguments.only and not any(part.lower() in name.lower() for part in arguments.only):
+            continue
+        if arguments.cpu and name in lacking:
+            continue
+        found = checked(name, make, engine, arguments)
+        failed += found != "passed"
+        if arguments.json is not None:
+            note(arguments, name, found)
+    return failed
+
+
+def checked(name: str, make: Callable[..., tuple[Any, Any]], engine: dict[str, Any], arguments: Any) -> str:
+    """Run the checks of a mode, and return "passed", or what failed."""
     from forked import forked
 
-    failed = 0
-    engine = {**engine_arguments(arguments), "max_model_len": 256}
-    for name, make in (
-        ("adapters", adapter_checks),
-        ("mixture", lambda *given: mixture_checks(*given, arguments.runner)),
-    ):
+    began = time.monotonic()
+    try:
         with tempfile.TemporaryDirectory() as directory, forked() if arguments.cpu else contextlib.nullcontext():
             model, checks = make(Path(directory), engine)
             with model:
-                failed += run_checks(checks, f"{arguments.runner} {name}")
-    return failed
+                failed = run_checks(checks, f"{arguments.runner} {name}")
+        return f"{failed} checks failed" if failed else "passed"
+    except Exception as error:
+        print(f"FAILED  {arguments.runner} {name}: no engine\n{traceback.format_exc()}", flush=True)
+        return f"no engine: {str(error).strip().splitlines()[0][:200]}"
+    finally:
+        print(f"        {arguments.runner} {name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def note(arguments: Any, name: str, found: str) -> None:
+    import torch
+    import vllm
+
+    device = "CPU" if arguments.cpu else torch.cuda.get_device_name()
+    how = {"runner": arguments.runner, "graphs": not arguments.eager, "device": device, "vllm": vllm.__version__}
+    line = {"date": datetime.date.today().isoformat(), "mode": name, **how, "result": found}
+    with arguments.json.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

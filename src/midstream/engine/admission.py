@@ -213,6 +213,11 @@ def _check_engine(config: Any) -> None:
             "This engine has a KV connector (kv_transfer_config), which identifies KV by its tokens alone: it would give KV that a plan or "
             "a trace has changed to other requests. Start the engine without one."
         )
+    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+        raise PlanError(
+            "With speculative decoding and async scheduling, a step starts before it is known how many drafted tokens the last step kept. "
+            "A plan needs the positions of its tokens. Start the engine with async_scheduling=False, or without speculative_config."
+        )
 
 
 def _with_absolute_paths(plan: Plan) -> Plan:

@@ -1,0 +1,152 @@
+"""The table of vLLM's modes: whether traces and plans work in each, and which test or check has seen that.
+
+`tests/engine/test_modes.py` and `tests/gpu/check_modes.py` run the modes that have `checks`. `scripts/write_modes.py` writes the table into
+docs/supported.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+# Tolerances, relative to the largest value. A difference in the last bit of a float16 may round to another number of 8 bits, whose step is
+# a sixteenth.
+EXACT, ROUNDED, EIGHT_BITS = 1e-3, 0.05, 0.2
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+def sleep_lightly(model: Any) -> None:
+    """The weights wait in the host's memory; the KV cache is lost."""
+    model.engine.sleep(level=1)
+    model.engine.wake_up()
+
+
+def sleep_deeply(model: Any) -> None:
+    """The weights are lost as well, and are read from the disk again."""
+    model.engine.sleep(level=2)
+    model.engine.wake_up(tags=["weights"])
+    model.engine.collective_rpc("reload_weights")
+    model.engine.wake_up(tags=["kv_cache"])
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode of vLLM.
+
+    Attributes:
+        name: as in the table.
+        argument: how a user turns it on, as in the table.
+        options: the engine's arguments in which its checks run.
+        weights: the checkpoint, by its name in `quantised`; None for the model as it is.
+        tolerance: of the checks, relative to the largest value.
+        dtype: of the engine.
+        checks: the class of `mode_checks` that has its checks. None: other tests see the mode, or it is refused.
+        cpu: when its checks run on vLLM's CPU build: in continuous integration, in `./test all`, or never, since the build cannot.
+        disturb: what happens to the engine between two checks.
+        positions, tokens: which rows the checks capture, and how many tokens they generate.
+        on_cpu: other values of these attributes on the CPU.
+        plans, traces: what the table says.
+        tests: the tests, as arguments of pytest without `-k`, that see what the table says.
+    """
+
+    name: str
+    argument: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    tolerance: float = EXACT
+    dtype: str = "float32"
+    checks: str | None = "Checks"
+    cpu: Literal["ci", "all", "no"] = "no"
+    disturb: Callable[[Any], None] = nothing
+    positions: str = "all"
+    tokens: int = 6
+    on_cpu: Mapping[str, Any] = field(default_factory=dict)
+    plans: str = "yes"
+    traces: str = "yes"
+    tests: tuple[str, ...] = ()
+
+    def here(self, cpu: bool) -> Mode:
+        """The mode as it is checked on the CPU, or on a GPU."""
+        return replace(self, **self.on_cpu) if cpu else self
+
+
+_DRAFTED = {"tokens": 24, "positions": "all_prompt", "checks": "SpeculativeChecks"}
+_NO_ROWS = "edits anywhere; captures and probes of the prompt. Those of generated tokens raise `PlanError`"
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+_EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
+_COUNTED = {"disable_log_stats": False}
+_EXACT: Mapping[str, Any] = {"dtype": "float32", "tolerance": EXACT}
+
+MODES = [
+    Mode(
+        "compressed-tensors, INT8",
+        "a W8A8 checkpoint",
+        weights="compressed-tensors int8",
+        tolerance=ROUNDED,
+        dtype="float16",
+        on_cpu={"dtype": "float32", "tolerance": 0.02},
+        cpu="ci",
+    ),
+    Mode(
+        "compressed-tensors, FP8",
+        "a W8A8 checkpoint",
+        weights="compressed-tensors fp8",
+        tolerance=EIGHT_BITS,
+        dtype="float16",
+        on_cpu=_EXACT,
+        cpu="all",
+    ),
+    Mode(
+        "FP8 made at the start",
+        'quantization="fp8"',
+        {"quantization": "fp8"},
+        "fp8",
+        EIGHT_BITS,
+        "float16",
+    ),
+    Mode("AWQ, 4 bits", "a checkpoint", weights="awq", tolerance=ROUNDED, dtype="float16", cpu="all"),
+    Mode("GPTQ, 4 bits", "a checkpoint", weights="gptq", tolerance=ROUNDED, dtype="float16", cpu="all"),
+    Mode(
+        "FP8 KV cache",
+        'kv_cache_dtype="fp8"',
+        {"kv_cache_dtype": "fp8"},
+        "kv fp8",
+        EIGHT_BITS,
+        "float16",
+        on_cpu={"dtype": "float32", "tolerance": ROUNDED},
+        cpu="all",
+    ),
+    Mode(
+        "speculative decoding, n-grams",
+        'speculative_config={"method": "ngram", ...}',
+        {"speculative_config": _NGRAM, **_COUNTED},
+        cpu="ci",
+        plans=_NO_ROWS,
+        traces="`TraceError`",
+        **_DRAFTED,
+    ),
+    Mode(
+        "speculative decoding, EAGLE, without async scheduling",
+        'speculative_config={"method": "eagle", ...}, async_scheduling=False',
+        {"speculative_config": _EAGLE, "async_scheduling": False, **_COUNTED},
+        cpu="all",
+        plans=_NO_ROWS,
+        traces="`TraceError`",
+        **_DRAFTED,
+    ),
+    Mode(
+        "speculative decoding, EAGLE, with async scheduling",
+        'speculative_config={"method": "eagle", ...}',
+        {"speculative_config": _EAGLE, "async_scheduling": True, **_COUNTED},
+        plans="`PlanError`",
+        traces="`TraceError`",
+        **{**_DRAFTED, "checks": "AsynchronousSpeculativeChecks"},
+    ),
+    Mode("sleep mode, level 1", "enable_sleep_mode=True", {"enable_sleep_mode": True}, disturb=sleep_lightly),
+    Mode("sleep mode, level 2", "enable_sleep_mode=True", {"enable_sleep_mode": True}, disturb=sleep_deeply),
+    Mode("weights in the host's memory", "cpu_offload_gb=...", {"cpu_offload_gb": 0.0005}),
+]
