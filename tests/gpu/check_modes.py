@@ -37,9 +37,9 @@ LAYER = 1
 CHOSEN = 2  # experts of a token
 
 
-def close(actual: Any, expected: Any) -> None:
+def close(actual: Any, expected: Any, limit: float = 1e-3) -> None:
     difference = float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
-    assert difference < 1e-3, f"{difference:.2g}"
+    assert difference < limit, f"{difference:.2g}"
 
 
 def run(model: Any, output: Any, hooks: list[Any]) -> None:
@@ -59,7 +59,7 @@ def first(value: Any) -> Any:
 
 
 def adapter_checks(directory: Path, engine: dict[str, Any]) -> tuple[Any, Any]:
-    """Requests of two adapters and of none in one batch."""
+    """Requests of two adapters and of none in one batch. vLLM's kernels for adapters take no float32 on a GPU."""
     import adapters
     import tiny_models
     import torch
@@ -71,7 +71,9 @@ def adapter_checks(directory: Path, engine: dict[str, Any]) -> tuple[Any, Any]:
     paths = [adapters.write(base, directory / name, seed) for name, seed in (("red", 1), ("blue", 2))]
     merged = [adapters.merged(base, path) for path in (None, *paths)]
     requests = [None, *(LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1))]
-    model = VLLM(str(base), **engine, enable_lora=True, max_lora_rank=8, max_loras=2)
+    dtype, limit = ("float16", 5e-2) if torch.cuda.is_available() else ("float32", 1e-3)
+    engine = {**engine, "dtype": dtype, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    model = VLLM(str(base), **engine)
     vector = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0)) * 3
     capture = [Capture(site, layers=LAYER + 1, positions="all") for site in ("attn_z", "mlp_act", "resid_post")]
     steered = [Steer("resid_post", layers=LAYER, vector=vector), *capture]
@@ -91,7 +93,7 @@ def adapter_checks(directory: Path, engine: dict[str, Any]) -> tuple[Any, Any]:
         ]
         run(oracle, output, hooks)
         for site, expected in found.items():
-            close(output.captures[site, LAYER + 1], expected)
+            close(output.captures[site, LAYER + 1], expected, limit)
 
     def checked(plans: list[Any]) -> None:
         for _ in range(ROUNDS):

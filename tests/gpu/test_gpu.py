@@ -32,6 +32,12 @@ def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama_transformers"])
+def test_attention_on_gpu(name: str, runner: str) -> None:
+    run("attention", "--runner", runner, "--model", name)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_random_bodies_on_gpu(runner: str) -> None:
     run("bodies", "--runner", runner, "--float32")
 
