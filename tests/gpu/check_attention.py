@@ -1,5 +1,4 @@
-"""Queries, keys, values and cut edges of attention on a GPU: what `tests/engine/test_attention_engine.py` has, with CUDA graphs and on either
-runner, in float32.
+"""Attention on a GPU: the tests of `tests/engine/test_attention_engine.py`, with CUDA graphs and on either runner, in float32.
 
 python tests/gpu/check_attention.py --runner v2 --model gemma2
 """
@@ -35,7 +34,8 @@ def cases(test: Any) -> list[dict[str, Any]]:
     """The arguments that pytest's `parametrize` would give to a test."""
     marks = [mark.args for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     return [
-        dict(zip([name for name, _ in marks], values)) for values in itertools.product(*(each for _, each in marks))
+        dict(zip((name for name, _ in marks), values, strict=True))
+        for values in itertools.product(*(each for _, each in marks))
     ]
 
 
