@@ -358,7 +358,8 @@ def test_a_loader_keeps_its_rows_while_prompts_are_run_again(tmp_path: Path, row
     store.refresh()
     assert set(store) == {"a", "b", "c"} and store["a"]["resid_post", 3].unique().tolist() == [3.0]
     found += loader
-    assert torch.cat(found).unique(return_counts=True)[1].tolist() == [20 * WIDTH, 20 * WIDTH]
+    values, counts = torch.cat(found).unique(return_counts=True)
+    assert values.tolist() == [1.0, 2.0] and counts.tolist() == [20 * WIDTH, 20 * WIDTH]
     later = store.loader("resid_post", 3, **options)
     assert torch.cat(list(later)).unique().tolist() == [3.0, 4.0]
     with pytest.raises(CaptureError, match="requests"):
