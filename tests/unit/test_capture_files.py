@@ -232,6 +232,24 @@ def test_stages_of_a_pipeline_are_merged(tmp_path):
     assert same_bits(capture[KEYS[A]], last.rows[:, :4]) and same_bits(capture[KEYS[B]], last.rows[:, 4:])
 
 
+def test_a_stage_whose_line_is_lost_is_not_joined_with_a_later_run_of_the_id(tmp_path):
+    """Each run of an id is a request of its own, whichever stages have written it."""
+    lost, first, last = segment("r", range(4), A, seed=1), segment("r", range(4), C, seed=2), segment("r", range(4), A)
+    with closing(Sinks()) as upstream, closing(Sinks()) as downstream:
+        for sinks, rows, plane, stage, run in [
+            (downstream, lost, A, 1, "r-11111111"),  # whose upstream stage died before it wrote
+            (upstream, first, C, 0, "r-22222222"),
+            (downstream, last, A, 1, "r-22222222"),
+        ]:
+            write(sinks, tmp_path, rows, plane, prompt=[5, 6, 7], engine="e", stage=(stage, 2), run=run)
+            sinks.result("r")
+    captures = open_captures(tmp_path)
+    ((name, capture),) = captures.items()
+    assert same_bits(capture[KEYS[C]], first.rows) and same_bits(capture[KEYS[A]], last.rows)
+    with pytest.raises(CaptureError, match=r"not complete: of 2 pipeline stages, \[0\] have not"):
+        captures[({"r", "r#2"} - {name}).pop()]
+
+
 def test_engines_with_the_same_request_ids_do_not_mix(tmp_path):
     one = stored(tmp_path, "0", 3, engine="x")
     assert same_bits(open_captures(tmp_path)["0"]["mlp_out", 2], one.rows[:, 4:])

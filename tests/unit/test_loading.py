@@ -16,8 +16,9 @@ import torch
 from limits import assert_flat
 from torch.utils.data import DataLoader
 
-from midstream.capture.consumers import CaptureInfo
+from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.directory import DirectorySink, Store, open_captures
+from midstream.capture.listing import Listing
 from midstream.errors import CaptureError, PlanError
 
 WIDTH = 8
@@ -330,3 +331,53 @@ def test_numbers_are_not_lost_in_another_dtype(tmp_path: Path) -> None:
 def test_layers_may_be_a_tensor(store: Store) -> None:
     batch = next(store.loader("resid_post", torch.tensor([3, 5]), batch_size=4))
     assert set(batch) == {("resid_post", 3), ("resid_post", 5)}
+
+
+def collected(directory: Path, name: str, value: float, rows: int = 20) -> None:
+    """A writer of its own writes a prompt's rows, as `collect` does."""
+    sink = DirectorySink(directory)
+    of_prompt = Collected(name, "model", "plan")
+    sink.begin(CaptureInfo("0", tuple(range(rows)), collected=of_prompt))
+    sink.rows("0", "resid_post", 3, list(range(rows)), torch.full((rows, WIDTH), value))
+    sink.end("0", None)
+    sink.close()
+
+
+@pytest.mark.parametrize("rows", [20, 24])
+def test_a_loader_keeps_its_rows_while_prompts_are_run_again(tmp_path: Path, rows: int) -> None:
+    """It gives what the directory held when it was made. Its state is not that of a loader of the new rows."""
+    collected(tmp_path, "a", 1.0)
+    collected(tmp_path, "b", 2.0)
+    store = open_captures(tmp_path)
+    options = {"batch_size": 8, "epochs": 1, "buffer_rows": 8}
+    loader = store.loader("resid_post", 3, **options)
+    found, state = [next(loader)], loader.state_dict()
+    for name in ("a", "b"):
+        collected(tmp_path, name, 3.0, rows)
+    collected(tmp_path, "c", 4.0)
+    store.refresh()
+    assert set(store) == {"a", "b", "c"} and store["a"]["resid_post", 3].unique().tolist() == [3.0]
+    found += loader
+    values, counts = torch.cat(found).unique(return_counts=True)
+    assert values.tolist() == [1.0, 2.0] and counts.tolist() == [20 * WIDTH, 20 * WIDTH]
+    later = store.loader("resid_post", 3, **options)
+    assert torch.cat(list(later)).unique().tolist() == [3.0, 4.0]
+    with pytest.raises(CaptureError, match="requests"):
+        Store(tmp_path, ["a", "b"]).loader("resid_post", 3, **options).load_state_dict(state)
+
+
+def test_a_store_of_some_prompts_reads_their_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store that `collect` returns has the same captures as one that reads the whole index, and sees later lines."""
+    for name in "abcd":
+        collected(tmp_path, name, float(ord(name)))
+    listing = Listing(tmp_path)
+    listing.refresh()
+    added = []
+    monkeypatch.setattr(Store, "_add", lambda self, path, line, add=Store._add: added.append(line) or add(self, path, line))
+    some = Store(tmp_path, ["c", "a", "missing"], listing)
+    assert list(some) == ["c", "a"] and len(added) == 2
+    assert some["c"]["resid_post", 3].unique().tolist() == [float(ord("c"))]
+    collected(tmp_path, "a", 1.0)
+    collected(tmp_path, "e", 5.0)
+    some.refresh()
+    assert list(some) == ["c", "a"] and some["a"]["resid_post", 3].unique().tolist() == [1.0]

@@ -54,7 +54,7 @@ class CaptureInfo:
     """Describes a request to a consumer, before its rows come.
 
     Attributes:
-        request_id: the engine's id of the request.
+        request_id: the engine's id of the request. It may have been used before.
         prompt_token_ids: the prompt.
         prompt_length: positions from here on were generated. The length of `prompt_token_ids` if not given; prompts of
             embeddings have no ids.
@@ -62,6 +62,7 @@ class CaptureInfo:
         stage: the pipeline stage whose layers these are, and the number of stages; (0, 1) if all layers come together.
         planes: (site, layer, when) of all rows that will come.
         collected: for a request of `model.collect`.
+        run: tells this request from earlier ones of the same id. All stages have the same. Empty if the rows come from one stage.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class CaptureInfo:
     stage: tuple[int, int] = (0, 1)
     planes: tuple[PlaneKey, ...] = ()
     collected: Collected | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
         if self.prompt_length < 0:

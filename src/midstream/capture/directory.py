@@ -35,8 +35,9 @@ import struct
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -47,7 +48,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.listing import new_lines
+from midstream.capture.listing import Listing, new_lines
 from midstream.capture.rows import ByPlane, RowIndex, arrange_rows, plane_name
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan import fields
@@ -95,6 +96,7 @@ class _BufferedRequest:
         line = {
             "request": self.info.request_id,
             "engine": self.info.engine or writer,
+            "run": self.info.run,
             "stage": self.info.stage,
             "prompt_token_ids": self.info.prompt_token_ids,
             "prompt_length": self.info.prompt_length,
@@ -348,6 +350,7 @@ class _StoredRequest:
 
     request: str
     engine: str
+    run: str
     number: int  # from 0, among requests of the same id
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by stage
 
@@ -483,17 +486,28 @@ class Store(Mapping[str, StoredCapture]):
 
     Args:
         only: the names to list, in this order; None for all, in the order in which each writer wrote them.
+        listing: of the directory, refreshed. With `only`, just the lines of these names are read.
     """
 
-    def __init__(self, directory: str | Path, only: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, only: Sequence[str] | None = None, listing: Listing | None = None
+    ) -> None:
         self._directory, self._only = Path(directory).expanduser(), only
         self._shards = ShardReader(self._directory)
         self._lock = threading.Lock()
         self._read: dict[str, int] = {}  # how many bytes of each index have been read
-        self._counts: dict[tuple[str, str, int], int] = {}  # lines by engine, request and stage
-        self._records: dict[tuple[str, str, int], _StoredRequest] = {}
+        self._counts: Counter[tuple[str, str, str, int]] = Counter()  # lines by engine, request, run and stage
+        self._numbers: Counter[tuple[str, str]] = Counter()  # requests by engine and id
+        self._records: dict[tuple[str, str, str, int], _StoredRequest] = {}
         self._names: dict[str, _StoredRequest] = {}
-        self.refresh()
+        self._is_fixed = False
+        if listing is not None and only is not None:
+            self._read = {path.name: size for path, size in listing.read.items()}
+            for path, line in listing.lines(only):
+                self._add(path, line)
+            self._name()
+        else:
+            self.refresh()
         if not self._read:
             raise CaptureError(f"{self._directory} holds no captures: there is no index-*.jsonl in it")
 
@@ -501,6 +515,18 @@ class Store(Mapping[str, StoredCapture]):
     def failed(self) -> dict[str, str]:
         """The error of each request whose capture failed."""
         return {name: record.error for name, record in self._names.items() if record.error}
+
+    def fixed(self) -> Store:
+        """A store of the requests that this one lists now, which stays as it is."""
+        store = copy(self)
+        store._names = {name: record for name, record in self._names.items() if _readable(record)}
+        store._records, store._counts, store._numbers, store._is_fixed = {}, Counter(), Counter(), True
+        return store
+
+    def places(self, name: str) -> list[str]:
+        """Where the rows of a request are: they tell it from others that are written under the same name."""
+        lines = sorted(self._names[name].lines.items())
+        return [f"{part['shard']} {part['prefix']}" for _, line in lines for part in line["parts"]]
 
     def count(self, name: str, planes: Sequence[PlaneKey]) -> int:
         """How many rows a request has of each of these planes; 0 if it has none of them. Raises CaptureError if their positions differ."""
@@ -552,7 +578,8 @@ class Store(Mapping[str, StoredCapture]):
             rank, world_size: for training on several processes: each gets other requests.
 
         Returns:
-            a `Loader`, whose `state_dict()` and `load_state_dict(state)` resume it. The requests are those of now.
+            a `Loader`, whose `state_dict()` and `load_state_dict(state)` resume it. It gives the rows that this store lists now: if a
+            prompt is run again meanwhile, only later loaders have its new rows.
 
         Raises:
             CaptureError: no request has such rows, or one has them at different positions for each site.
@@ -611,6 +638,8 @@ class Store(Mapping[str, StoredCapture]):
         vars(self).update(state, _lock=threading.Lock())
 
     def _refresh(self) -> None:
+        if self._is_fixed:
+            return
         for path in sorted(self._directory.glob("index-*.jsonl")):
             for line in new_lines(path, self._read.setdefault(path.name, 0)):
                 self._add(path, line[:-1])
@@ -661,33 +690,36 @@ class Store(Mapping[str, StoredCapture]):
             if line != FORMAT:
                 raise CaptureError(f"{path} was written by another version of midstream: {line}, not {FORMAT}")
             return None
-        engine, request, (stage, _) = line["engine"], line["request"], line["stage"]
-        number = self._counts.get((engine, request, stage), 0)
-        self._counts[engine, request, stage] = number + 1
-        record = self._records.setdefault((engine, request, number), _StoredRequest(request, engine, number))
+        engine, request, run, (stage, _) = line["engine"], line["request"], line.get("run", ""), line["stage"]
+        key = engine, request, run, self._counts[engine, request, run, stage]
+        self._counts[engine, request, run, stage] += 1
+        if (record := self._records.get(key)) is None:
+            record = self._records[key] = _StoredRequest(request, engine, run, self._numbers[engine, request])
+            self._numbers[engine, request] += 1
         line["prompt_token_ids"] = np.array(line["prompt_token_ids"], np.int32)  # an eighth of a list's memory
         record.lines[stage] = line
         return None
 
     def _name(self) -> None:
-        self._names = {}
+        names: dict[str, _StoredRequest] = {}
         others: list[_StoredRequest] = []
         for record in self._records.values():
             if (collected := record.collected) is None:
                 others.append(record)
-            elif _readable(record) or not _readable(self._names.get(collected.id)):  # it was run again
-                self._names[collected.id] = record
+            elif _readable(record) or not _readable(names.get(collected.id)):  # it was run again
+                names[collected.id] = record
         engines: dict[str, set[str]] = {}
         for record in others:
             engines.setdefault(record.request, set()).add(record.engine)
         for record in others:
             name = record.request if len(engines[record.request]) == 1 else f"{record.request}@{record.engine}"
             name = name if record.number == 0 else f"{name}#{record.number + 1}"
-            while name in self._names:  # a user's own id looks like this
+            while name in names:  # a user's own id looks like this
                 name += "'"
-            self._names[name] = record
+            names[name] = record
         if self._only is not None:
-            self._names = {name: self._names[name] for name in self._only if name in self._names}
+            names = {name: names[name] for name in self._only if name in names}
+        self._names = names
 
     def _near(self, request_id: str) -> str:
         several = sorted(

@@ -1,12 +1,15 @@
 """Which prompts `collect` has written to a directory: their ids and a digest of their tokens, without their rows.
 
-Reads only the lines that are new since the last call, so that a program may collect many times to one directory.
+Reads only the lines that are new since the last call, so that a program may collect many times to one directory. The place of each
+prompt's line is kept, so that a store of some prompts reads their lines alone.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -38,6 +41,7 @@ class Listing:
         digests: of the tokens of each prompt (`digest_of`), by id.
         ids: the id of each prompt, by this digest; one of them if several prompts have the same tokens.
         kinds: the models and plans of the prompts; None for captures that `collect` has not written.
+        read: how many bytes of each index have been read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +53,8 @@ class Listing:
         self.digests: dict[str, str] = {}
         self.ids: dict[str, str] = {}
         self.kinds: set[tuple[str, str] | None] = set()
-        self._read: dict[Path, int] = {}  # how many bytes of each index were read
+        self.read: dict[Path, int] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # of the line of each prompt; of its error, if it has only failed
         self._used: dict[str, int] = {}  # the bytes of each shard of a listed prompt
 
     def refresh(self) -> None:
@@ -57,25 +62,36 @@ class Listing:
         with self._lock:
             self._refresh()
 
+    def lines(self, ids: Iterable[str]) -> Iterator[tuple[Path, bytes]]:
+        """The index and the line of each of these prompts that has one, in the order of the files."""
+        places = sorted({self._places[name] for name in ids if name in self._places})
+        for path, each in groupby(places, key=itemgetter(0)):
+            with path.open("rb") as file:
+                for _, start in each:
+                    file.seek(start)
+                    yield path, file.readline()[:-1]
+
     def _refresh(self) -> None:
         sizes = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
         indexes = {path: path.stat().st_size for path in sorted(self._directory.glob("index-*.jsonl"))}
         if (
-            any(indexes.get(path, -1) < read for path, read in self._read.items())
+            any(indexes.get(path, -1) < read for path, read in self.read.items())
             or not self._used.items() <= sizes.items()
         ):
             self._clear()
         for path in indexes:
-            for text in new_lines(path, self._read.get(path, 0)):
-                self._read[path] = self._read.get(path, 0) + len(text)
-                self._add(text, sizes)
+            for text in new_lines(path, self.read.setdefault(path, 0)):
+                self._add(text, sizes, (path, self.read[path]))
+                self.read[path] += len(text)
 
-    def _add(self, text: bytes, sizes: Mapping[str, int]) -> None:
+    def _add(self, text: bytes, sizes: Mapping[str, int], place: tuple[Path, int]) -> None:
         try:
             line = msgspec.json.decode(text, type=_Line)
         except msgspec.DecodeError:
             return
         used = {part.shard: part.bytes for part in line.parts}
+        if line.collected is not None and line.error and line.collected.id not in self.digests:
+            self._places[line.collected.id] = place
         if not line.stage[1] or line.error or not used.items() <= sizes.items():
             return
         if line.collected is None:
@@ -84,6 +100,7 @@ class Listing:
         self.kinds.add((line.collected.model, line.collected.plan))
         tokens = self.digests[line.collected.id] = digest_of(line.prompt_token_ids)
         self.ids[tokens] = line.collected.id
+        self._places[line.collected.id] = place
         self._used |= used
 
 

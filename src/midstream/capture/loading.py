@@ -36,6 +36,8 @@ class Captures(Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
     def __getitem__(self, name: str) -> Any: ...
+    def fixed(self) -> Captures: ...
+    def places(self, name: str) -> list[str]: ...
     def count(self, name: str, planes: Sequence[PlaneKey]) -> int: ...
 
 
@@ -216,13 +218,16 @@ class Loader(IterableDataset):  # type: ignore[misc]
         dtype: torch.dtype | None,
         share: tuple[int, int],
     ) -> None:
-        self._store, self._asked, self._epochs, self._workers = store, asked, epochs, workers
+        self._store = store = store.fixed()
+        self._asked, self._epochs, self._workers = asked, epochs, workers
         self._dtype = dtype
         self._share = self._rank = share  # in a worker of a DataLoader, a part of the rank's share
         names = sorted(store) if asked.shuffle else list(store)  # so that the order does not depend on who wrote first
         counts = np.array([store.count(name, asked.planes) for name in names], np.int64)
         self.requests = [name for name, count in zip(names, counts, strict=True) if count]
         self._counts = counts[counts > 0]
+        places = (part for name in self.requests for part in (name, *store.places(name)))
+        self._rows_of = digest("\0".join(places).encode() + self._counts.tobytes())
         if not self.requests:
             raise CaptureError(f"{store!r} has no rows of {', '.join(map(plane_name, asked.planes))}.")
         first = {key: store[self.requests[0]][key] for key in asked.planes}
@@ -289,10 +294,9 @@ class Loader(IterableDataset):  # type: ignore[misc]
     def _identity(self) -> dict[str, Any]:
         asked = self._asked
         order = [asked.seed, asked.buffer_rows] if asked.shuffle else None
-        requests = digest("\0".join(self.requests).encode() + self._counts.tobytes())
         return {
             "planes": [list(key) for key in asked.planes],
-            "requests": f"{len(self.requests)}, {requests}",
+            "requests": f"{len(self.requests)}, {self._rows_of}",
             "seed and buffer_rows": order,
             "share": [*self._share],
         }

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from midstream.capture.consumers import Collected
-from midstream.capture.directory import remove_orphans
+from midstream.capture.directory import Store, remove_orphans
 from midstream.capture.listing import Listing, digest_of
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.lowering.functions import with_programs
@@ -142,6 +142,11 @@ class Collection:
     def estimate(self, model: Any) -> Estimate:
         """What `parts` would write without `limit_bytes`. Raises the errors of the prompts and the plan."""
         return _sum_of(self.missing(model)[1])
+
+    def store(self) -> Store:
+        """The captures of these prompts, once they have been written."""
+        self._listing.refresh()
+        return Store(self.directory, self.names, self._listing)
 
     def ended(self, bar: Bar, part: Part, count: int) -> None:
         """Note that so many requests of a part have ended."""

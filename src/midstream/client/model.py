@@ -529,7 +529,7 @@ class TraceModel(Sizes):
         with self._bar(progress, sum(len(part.invokes) for part in parts), "prompt") as bar:
             for part in parts:
                 await self._results(self._run(part.invokes, ended=partial(collection.ended, bar, part)))
-        return Store(collection.directory, collection.names)
+        return collection.store()
 
     def estimate(
         self,

@@ -223,7 +223,7 @@ class LocalSinks:
         if name in self._names.values():
             name = engine_id
         self._names[engine_id] = name
-        info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
+        info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage, run=engine_id)
         everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers), self._head_dims)[1:]
         # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
         here = tuple(
