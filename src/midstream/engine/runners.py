@@ -403,7 +403,8 @@ class V2Runner(Runner):
         return self.runner.kv_block_zeroer.zero_block_ids  # type: ignore[no-any-return]
 
     def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
-        zeroer = SimpleNamespace(zero_block_ids=clear)
+        # From 0.33 on, vLLM calls `warmup` at the start to compile its kernel. This function has nothing to compile.
+        zeroer = SimpleNamespace(zero_block_ids=clear, warmup=lambda num_kv_blocks: None)
         Replacement(f"{self._RUNNER}.kv_block_zeroer", self.runner, zeroer).switch(True)
 
     def prepare(self, watched: Watch, acting: Acting = NOTHING) -> None:
