@@ -118,6 +118,8 @@ def main(directory: Path, engine: dict[str, Any]) -> None:
     came = {"first": first, "again": again, "asked": asked, "chat": chat, "errors": errors}
     came |= {"of killed": of_killed, "killed": killed, "removed": removed}
     (directory / "came.json").write_text(json.dumps(came))
+    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":
