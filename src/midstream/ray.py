@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -100,10 +100,10 @@ def collect(
     """
     to, engine = Path(to).expanduser().absolute(), dict(engine or {})
     Collection([], plan, to, None, sampling(params, 1), shard_bytes, skip_special_tokens=skip_special_tokens)  # raises
-    argument = cast(AdapterArgument, "lora_request") if backend == "vllm" else None
+    argument: AdapterArgument | None = "lora_request" if backend == "vllm" else None
     adapter, _ = adapter_in({"lora_request": lora_request}, argument)  # raises
     text = Plan.of(plan).to_json()
-    job = {
+    job: dict[str, Any] = {
         "model": model,
         "dtype": engine.get("dtype"),
         "plan": digest(text.encode()),
@@ -113,7 +113,7 @@ def collect(
     if adapter is not None:
         engine = {"enable_lora": True, **engine}
         job["adapter"] = f"{adapter.lora_name} ({adapter.lora_path})"
-        params["lora_request"] = adapter
+        params = {**params, "lora_request": adapter}
     _begin(to, job)
     listing = Listing(to)
     listing.refresh()
@@ -167,9 +167,11 @@ def _run(
     ran.context.max_errored_blocks = -1
     for table in ran.materialize().to_arrow_refs():
         try:
-            yield ray.get(table)
+            found = ray.get(table)
         except ray.exceptions.RayError:  # it was on a node that is gone
             continue
+        if found:  # a table without rows lacks columns
+            yield found.cast(RAN)
 
 
 def _ids(prompts: ray.data.Dataset) -> pa.Array:

@@ -304,8 +304,12 @@ def test_a_collection_is_of_one_adapter(adapted, merged, requests, tmp_path):
     assert adapted.estimate([EIFFEL], plan=plan, lora_request=requests["red"]).rows == merged[None].ids(EIFFEL).shape[1]
 
 
-def test_the_command_collects_with_an_adapter(adapted, base, merged, paths, tmp_path, monkeypatch):
+def test_the_command_collects_with_an_adapter(adapted, base, merged, paths, requests, tmp_path, monkeypatch):
+    """On an engine that knows the adapters by numbers of its own."""
     started = []
+    adapter = collect_command.adapter_at(str(paths["blue"]))
+    assert (adapter.lora_name, adapter.lora_path) == ("blue", str(paths["blue"].resolve()))
+    monkeypatch.setattr(collect_command, "adapter_at", lambda path: requests[Path(path).name])
     monkeypatch.setattr(collect_command, "start_model", lambda *given: started.append(given) or nullcontext(adapted))
     (tmp_path / "prompts.jsonl").write_text(json.dumps(EIFFEL))
     given = [str(base), "--prompts", str(tmp_path / "prompts.jsonl"), "--to", str(tmp_path / "rows")]
