@@ -36,7 +36,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "results" / "results.jsonl"
-DIGITS = {"tok/s": 0, "cells/s": 0, "µs": 0, "ms": 1, "s": 2, "GB/s": 2}  # of other units: 3
+DIGITS = {"tok/s": 0, "cells/s": 0, "µs": 0, "MB": 0, "ms": 1, "s": 2, "GB/s": 2}  # of other units: 3
 RESAMPLES = 2000
 
 

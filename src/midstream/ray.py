@@ -9,9 +9,12 @@
     )
     open_captures("/shared/acts")
 
-Each actor has an engine and writes the rows of its prompts to the common directory; the driver gets a row with counts for each prompt. If
-an actor or its node dies, Ray gives its batch to another one, which runs the prompts of the batch that the directory lacks. The driver
-leaves out prompts that the directory has before it starts any engine.
+Each actor has an engine and writes the rows of its prompts to the common directory; the driver gets a row with counts for each prompt.
+The driver leaves out prompts that the directory has before it starts any engine.
+
+If an actor, its engine or its node dies, the batches that it had are lost, and the other actors go on. Ray starts the actor again where
+there is room. Once all other batches have run, the driver gives the lost prompts that the directory lacks to new actors. It does not let
+Ray retry a batch: Ray retries it on the actor that has died, and waits for a place for it, while other actors are idle.
 
 `pip install "midstream[ray]"` on every node. Plans travel as JSON, since Ray's blocks would unify the fields of all interventions.
 """
@@ -19,7 +22,10 @@ leaves out prompts that the directory has before it starts any engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +43,10 @@ from midstream.commands.collect import start_model
 from midstream.errors import CaptureError, EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.plan.vectors import digest
-from midstream.requests.invokes import sampling
+from midstream.requests.invokes import AdapterArgument, adapter_in, sampling
 from midstream.requests.prompts import Prompt, prompts_of
 
+_log = logging.getLogger(__name__)
 JOB = "ray.json"  # in the directory: what was collected there, for a driver that has no engine to ask
 ASKED = pa.schema([("id", pa.string()), ("prompt", pa.string())])  # the prompt as JSON
 RAN = pa.schema([("id", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("error", pa.string())])
@@ -60,6 +67,7 @@ def collect(
     id_column: str | None = None,
     shard_bytes: int | None = None,
     skip_special_tokens: bool = False,
+    lora_request: Any = None,
     **params: Any,
 ) -> ray.data.Dataset:
     """Run the prompts whose captures a directory lacks on several engines, and write their captures to the directory.
@@ -78,56 +86,108 @@ def collect(
         num_gpus: GPUs of each engine. None: `tensor_parallel_size` times `pipeline_parallel_size` of `engine`. 0 for the CPU.
         batch_size: how many prompts an engine gets at a time.
         prompt_column, id_column: of the Dataset. It must have ids, since Ray does not keep the order of rows.
+        lora_request: the adapter of all prompts, on vLLM. All nodes find it under its path. Engines get `enable_lora=True`.
 
     Returns:
         a Dataset with a row for each prompt that has run: `id`, and how many `rows` and `bytes` were written; 0 if an actor that died had
         written them. Rows of generated tokens count as if each prompt generated `max_tokens`.
 
     Raises:
-        CaptureError: the directory contains other captures. Also raised at the end if batches failed, as by a prompt that is too long.
+        CaptureError: the directory contains other captures. Also raised at the end if batches failed, as by a prompt that is too long, or
+            if every engine that ran a prompt has died.
         PlanError, PromptError, ParameterError: an argument is invalid. Nothing has been run.
         ray.exceptions.RayError: an engine did not start.
     """
     to, engine = Path(to).expanduser().absolute(), dict(engine or {})
     Collection([], plan, to, None, sampling(params, 1), shard_bytes, skip_special_tokens=skip_special_tokens)  # raises
+    argument: AdapterArgument | None = "lora_request" if backend == "vllm" else None
+    adapter, _ = adapter_in({"lora_request": lora_request}, argument)  # raises
     text = Plan.of(plan).to_json()
-    _begin(
-        to,
-        {
-            "model": model,
-            "dtype": engine.get("dtype"),
-            "plan": digest(text.encode()),
-            "skip_special_tokens": skip_special_tokens,
-            "params": params,
-        },
-    )
+    job: dict[str, Any] = {
+        "model": model,
+        "dtype": engine.get("dtype"),
+        "plan": digest(text.encode()),
+        "skip_special_tokens": skip_special_tokens,
+        "params": params,
+    }
+    if adapter is not None:
+        engine = {"enable_lora": True, **engine}
+        job["adapter"] = f"{adapter.lora_name} ({adapter.lora_path})"
+        params = {**params, "lora_request": adapter}
+    _begin(to, job)
     listing = Listing(to)
     listing.refresh()
     missing = _missing(prompts, prompt_column, id_column, listing.digests)
     missing = missing.repartition(target_num_rows_per_block=batch_size).materialize()
-    if not (count := missing.count()):
-        return ray.data.from_arrow(RAN.empty_table())
     if num_gpus is None:
         num_gpus = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
-    start = partial(start_model, model, backend, engine)
+    given = {"plan": text, "to": str(to), "shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
+    arguments = partial(start_model, model, backend, engine), given | params
+    asked, tables = _ids(missing), [RAN.empty_table()]
+    while count := missing.count():
+        before = len(listing.digests)
+        size = min(concurrency, -(-count // batch_size))
+        tables += _run(missing, arguments, batch_size, size, num_gpus)
+        listing.refresh()
+        done = pa.concat_arrays([*_ids_in(tables), pa.array([*listing.digests], pa.string())])
+        missing = _without(missing, done).materialize()
+        if not (lost := missing.count()):
+            break
+        if len(listing.digests) == before:
+            raise CaptureError(
+                f"The engines of {lost:,} prompts died before they had written one of them. The others are in {to}. The output of the "
+                "actors has the reason; run the job again for the prompts that it lacks."
+            )
+        _log.warning("%s prompts of engines that died run again.", f"{lost:,}")
+    ran = pa.concat_tables(tables)
+    failed = ran.filter(ran["error"].is_valid())
+    if failed:
+        raise CaptureError(
+            f"Batches with {len(failed):,} of {len(asked):,} prompts failed, the first: {failed['error'][0]} The others are in {to}. Run "
+            "the job again for the prompts that it lacks."
+        )
+    by_the_dead = asked.filter(pc.invert(pc.is_in(asked, pa.concat_arrays(_ids_in(tables)))))
+    rest = pa.Table.from_pylist([{"id": name, "rows": 0, "bytes": 0} for name in by_the_dead.to_pylist()], RAN)
+    return ray.data.from_arrow(pa.concat_tables([ran, rest]).select(["id", "rows", "bytes"]))
+
+
+def _run(
+    missing: ray.data.Dataset, arguments: tuple[Any, ...], batch_size: int, size: int, num_gpus: float
+) -> Iterator[pa.Table]:
+    """Run all batches once, each on one of `size` actors. Yields the tables RAN of those whose actors did not die."""
     ran = missing.map_batches(
         Engine,
-        fn_constructor_args=(start, text, str(to), params, shard_bytes, skip_special_tokens),
+        fn_constructor_args=arguments,
         batch_size=batch_size,
         batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(size=min(concurrency, -(-count // batch_size))),
+        compute=ray.data.ActorPoolStrategy(size=size),
         num_gpus=num_gpus,
+        max_task_retries=0,
     )
-    ran = ran.materialize()
-    each = (
-        table.filter(table["error"].is_valid()) for table in ran.iter_batches(batch_format="pyarrow", batch_size=None)
+    ran.context.max_errored_blocks = -1
+    for table in ran.materialize().to_arrow_refs():
+        try:
+            found = ray.get(table)
+        except ray.exceptions.RayError:  # it was on a node that is gone
+            continue
+        if found:  # a table without rows lacks columns
+            yield found.cast(RAN)
+
+
+def _ids(prompts: ray.data.Dataset) -> pa.Array:
+    """The ids of a Dataset with the columns of ASKED."""
+    return pa.concat_arrays(_ids_in(ray.get(prompts.to_arrow_refs())))
+
+
+def _ids_in(tables: Iterable[pa.Table]) -> list[pa.Array]:
+    return [pa.array([], pa.string()), *(chunk for table in tables if table for chunk in table["id"].chunks)]
+
+
+def _without(prompts: ray.data.Dataset, known: pa.Array) -> ray.data.Dataset:
+    """The prompts with other ids."""
+    return prompts.map_batches(
+        lambda table: table.filter(pc.invert(pc.is_in(table["id"], known))), batch_format="pyarrow"
     )
-    if failed := [row for table in each for row in table.to_pylist()]:
-        raise CaptureError(
-            f"Batches with {len(failed):,} of {count:,} prompts failed, the first: {failed[0]['error']} The others are in {to}. Run the "
-            "job again for the prompts that it lacks."
-        )
-    return ran.select_columns(["id", "rows", "bytes"])
 
 
 def _begin(to: Path, job: Mapping[str, Any]) -> None:
@@ -156,16 +216,14 @@ def _missing(prompts: Any, prompt_column: str, id_column: str | None, there: Map
     for name, column in {"prompt_column": prompt_column, "id_column": id_column}.items():
         if column not in columns:
             raise ParameterError(f"{name} is {column!r}; allowed: {', '.join(columns)}.")
-    known = pa.array([*there], pa.string())
 
     def asked_in(table: pa.Table) -> pa.Table:
-        table = table.set_column(table.schema.get_field_index(id_column), id_column, table[id_column].cast(pa.string()))
-        table = table.filter(pc.invert(pc.is_in(table[id_column], known)))
-        return pa.table([table[id_column], [*map(_as_json, table[prompt_column].to_pylist())]], ASKED)
+        prompts = [*map(_as_json, table[prompt_column].to_pylist())]
+        return pa.table([table[id_column].cast(pa.string()), prompts], ASKED)
 
-    found = prompts.map_batches(asked_in, batch_format="pyarrow").materialize()
-    names = [pa.chunked_array([], pa.string()), *(table["id"] for table in ray.get(found.to_arrow_refs()) if table)]
-    counts = pc.value_counts(pa.chunked_array([chunk for name in names for chunk in name.chunks], pa.string()))
+    found = prompts.map_batches(asked_in, batch_format="pyarrow")
+    found = _without(found, pa.array([*there], pa.string())).materialize()
+    counts = pc.value_counts(_ids(found))
     twice = counts.filter(pc.greater(counts.field("counts"), 1))
     if len(twice):
         raise PromptError(
@@ -186,38 +244,27 @@ def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Engine:
-    """An actor: an engine, which runs batches of ASKED."""
+    """An actor: an engine, which runs batches of ASKED.
 
-    def __init__(
-        self, start: Any, plan: str, to: str, params: Mapping[str, Any], shard_bytes: int | None, skips_special: bool
-    ) -> None:
-        remove_orphans(Path(to))
-        self._model: TraceModel = start()
-        self._given: dict[str, Any] = {
-            "listing": Listing(Path(to)),
-            "plan": Plan.from_json(plan),
-            "to": to,
-            "params": sampling(params, 1, self._model._generation),
-            "shard_bytes": shard_bytes,
-            "skip_special_tokens": skips_special,
-        }
+    Args:
+        start: starts the model.
+        given: arguments of its `collect_batch`. The plan is JSON.
+    """
+
+    def __init__(self, start: Callable[[], TraceModel], given: Mapping[str, Any]) -> None:
+        remove_orphans(Path(given["to"]))
+        self._model = start()
+        self._given = {**given, "plan": Plan.from_json(given["plan"])}
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        ids, error = table["id"].to_pylist(), None
-        written: dict[str, dict[str, int]] = {}
+        ids, prompts, error = table["id"].to_pylist(), [*map(json.loads, table["prompt"].to_pylist())], None
+        written: dict[str, tuple[int, int]] = {}
         try:
-            written = self._run([*map(json.loads, table["prompt"].to_pylist())], ids)
-        except EngineClosedError:
-            raise
+            written = self._model.collect_batch(prompts, ids=ids, **self._given)
+        except EngineClosedError:  # Ray starts actors again that have died, and no engines
+            traceback.print_exc()
+            os._exit(1)
         except MidstreamError as failure:  # the other batches may do
             error = f"{type(failure).__name__}: {failure}"
-        rows = [{"id": name, "rows": 0, "bytes": 0, "error": error} | written.get(name, {}) for name in ids]
-        return pa.Table.from_pylist(rows, RAN)
-
-    def _run(self, prompts: list[Prompt], ids: list[str]) -> dict[str, dict[str, int]]:
-        """Run the prompts that are not listed. Returns the rows and bytes of each."""
-        invokes, sizes = Collection(prompts, ids=ids, **self._given).missing(self._model)
-        if invokes:
-            self._model._finish(self._model._results(self._model._run(invokes)))
-        names = [invoke.collected.id for invoke in invokes if invoke.collected]
-        return {name: {"rows": size[0], "bytes": size[1]} for name, size in zip(names, sizes.tolist(), strict=True)}
+        rows = [(name, *written.get(name, (0, 0)), error) for name in ids]
+        return pa.Table.from_pylist([dict(zip(RAN.names, row, strict=True)) for row in rows], RAN)

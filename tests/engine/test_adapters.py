@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,8 @@ from adapters import LAYER
 from engines import ENGINE, RANKS, alive, timed
 from forked import forked
 
-from midstream import VLLM, Capture, Patch, Steer
+from midstream import VLLM, Capture, Patch, Plan, Steer, open_captures
+from midstream.commands import collect as collect_command
 from midstream.errors import CaptureError, ParameterError
 from midstream.runtime.request import Tier
 
@@ -300,6 +302,34 @@ def test_a_collection_is_of_one_adapter(adapted, merged, requests, tmp_path):
     with pytest.raises(ParameterError, match="one adapter"):
         adapted.collect([EIFFEL], plan=plan, to=tmp_path / "red", lora_request=[requests["blue"]])
     assert adapted.estimate([EIFFEL], plan=plan, lora_request=requests["red"]).rows == merged[None].ids(EIFFEL).shape[1]
+
+
+def test_the_command_collects_with_an_adapter(adapted, base, merged, paths, requests, tmp_path, monkeypatch):
+    """On an engine that knows the adapters by numbers of its own."""
+    started = []
+    adapter = collect_command.adapter_at(str(paths["blue"]))
+    assert (adapter.lora_name, adapter.lora_path) == ("blue", str(paths["blue"].resolve()))
+    monkeypatch.setattr(collect_command, "adapter_at", lambda path: requests[Path(path).name])
+    monkeypatch.setattr(collect_command, "start_model", lambda *given: started.append(given) or nullcontext(adapted))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(EIFFEL))
+    given = [str(base), "--prompts", str(tmp_path / "prompts.jsonl"), "--to", str(tmp_path / "rows")]
+    given += ["--site", "resid_post", "--positions", "all_prompt"]
+    assert collect_command.main([*given, "--adapter", str(paths["blue"]), "--max-lora-rank", "8"]) == 0
+    assert started == [(str(base), "vllm", {"enable_lora": True, "max_lora_rank": 8})]
+    close(open_captures(tmp_path / "rows")["1"]["resid_post", LAYER], merged["blue"].run(EIFFEL)["resid_post"])
+    with pytest.raises(CaptureError, match="with the adapter blue"):
+        collect_command.main([*given, "--adapter", str(paths["red"])])
+
+
+def test_an_actor_of_ray_collects_with_an_adapter(adapted, merged, requests, tmp_path):
+    actor = pytest.importorskip("midstream.ray")
+    plan = Plan.of(Capture("resid_post", layers=LAYER, positions="all_prompt")).to_json()
+    engine = actor.Engine(lambda: adapted, {"plan": plan, "to": str(tmp_path), "lora_request": requests["red"]})
+    table = actor.pa.table({"id": ["a"], "prompt": [json.dumps(EIFFEL)]}, actor.ASKED)
+    rows = merged[None].ids(EIFFEL).shape[1]
+    size = {"rows": rows, "bytes": rows * adapted.hidden_size * 4, "error": None}
+    assert engine(table).to_pylist() == [{"id": "a", **size}]
+    close(open_captures(tmp_path)["a"]["resid_post", LAYER], merged["red"].run(EIFFEL)["resid_post"])
 
 
 def test_activations_are_those_of_the_adapter(adapted, merged, requests):

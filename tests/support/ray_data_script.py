@@ -1,8 +1,9 @@
-"""Run by test_ray_data.py in a process of its own: a job of `midstream.ray` on two engines, one of which is killed; and refused jobs.
+"""Run by test_ray_data.py in a process of its own: jobs of `midstream.ray` on two nodes, each with an engine; and refused jobs.
 
-python ray_data_script.py DIRECTORY ENGINE     ENGINE has the arguments of the engines, as JSON
+python ray_data_script.py DIRECTORY ENGINE     ENGINE has the arguments of the vLLM engines, as JSON
 
-It captures to DIRECTORY/rows. DIRECTORY/came.json says what the jobs returned or raised, and which process was killed.
+The jobs capture to DIRECTORY/killed, whose engines run on transformers and of which one is killed, and to DIRECTORY/rows, of whose nodes
+one is removed. DIRECTORY/came.json says what the jobs returned or raised, and which processes were lost.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ def plan() -> Any:
     return [Capture("resid_post", layers=[2, 5], positions="all")]
 
 
-def kill_an_actor(rows: Path, killed: list[int]) -> None:
-    """Kill the process of an actor once both have written, and this one only a part of its first batch."""
+def lose(rows: Path, writers: int, least: int, kill: Callable[[int], Any], lost: list[int]) -> None:
+    """Call `kill` with an actor's process once so many have written `least` prompts, and this one only a part of a batch."""
     while True:
         lines = {path: path.read_bytes().count(b"\n") - 1 for path in rows.glob("index-*.jsonl")}
-        if len(lines) > 1 and min(lines.values()) >= 5:
+        if len(lines) == writers and min(lines.values()) >= least:
             first = min(lines, key=lambda path: lines[path])
-            killed += [int(first.stem.split("-")[-2]), lines[first]]
-            return os.kill(killed[0], signal.SIGKILL)
+            lost += [int(first.stem.split("-")[-2]), lines[first]]
+            return kill(lost[0])
         time.sleep(0.01)
+
+
+def kill(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
 
 
 def error_of(run: Callable[[], Any]) -> str:
@@ -53,15 +58,33 @@ def error_of(run: Callable[[], Any]) -> str:
 
 
 def main(directory: Path, engine: dict[str, Any]) -> None:
+    import psutil
     import ray
+    from ray.cluster_utils import Cluster
+    from vllm.lora.request import LoRARequest
 
     import midstream.ray
     from midstream import Capture, demo_model
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    cluster = Cluster(
+        True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+    )
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=100_000_000) for _ in range(2)]
+    ray.init(cluster.address)
+
+    def remove_node(process: int) -> None:
+        """That of an actor's process. No other node has room for the actor."""
+        of_actor = psutil.Process(process).ppid()
+        (node,) = (node for node in nodes if node.all_processes["raylet"][0].process.pid == of_actor)
+        cluster.remove_node(node, allow_graceful=False)
+
     given: dict[str, Any] = {"model": demo_model(), "plan": plan(), "num_gpus": 0, "batch_size": 40, **PARAMS}
-    rows, killed = directory / "rows", list[int]()
-    threading.Thread(target=kill_an_actor, args=(rows, killed), daemon=True).start()
+    on_transformers = {"backend": "transformers", "engine": {"dtype": "float32"}}
+    killed, removed = list[int](), list[int]()
+    threading.Thread(target=lose, args=(directory / "killed", 1, 0, kill, killed), daemon=True).start()
+    of_killed = midstream.ray.collect(prompts(), to=directory / "killed", **given, **on_transformers).take_all()
+    rows = directory / "rows"
+    threading.Thread(target=lose, args=(rows, 2, 5, remove_node, removed), daemon=True).start()
     first = midstream.ray.collect(prompts(), to=rows, engine=engine, **given).take_all()
     wrong = {**engine, "no_such_argument": 1}  # an engine would not start
     dataset = ray.data.from_items([{"text": prompt, "key": i} for i, prompt in enumerate(prompts())])
@@ -79,19 +102,24 @@ def main(directory: Path, engine: dict[str, Any]) -> None:
         return error_of(lambda: midstream.ray.collect(prompts, to=directory / to, engine=engine, **{**given, **more}))
 
     twice = ray.data.from_items([{"text": "a", "key": 1}, {"text": "b", "key": 1}])
-    elsewhere = {"backend": "transformers", "engine": {"dtype": "float32"}, "plan": Capture("resid_post", layers=99)}
+    elsewhere = {**on_transformers, "plan": Capture("resid_post", layers=99)}
     errors = {
         "another plan": refused(prompts(), "rows", plan=Capture("resid_post", layers=3)),
+        "another adapter": refused(prompts(), "rows", lora_request=LoRARequest("red", 1, "red")),
         "no ids": refused(dataset),
         "no column": refused(dataset, id_column="name"),
         "an id twice": refused(twice, id_column="key"),
         "no capture": refused(prompts(), plan=[]),
+        "an adapter": refused(prompts(), lora_request="red", backend="transformers"),
         "in an actor": error_of(
             lambda: midstream.ray.collect(prompts()[:1], to=directory / "refused", **{**given, **elsewhere})
         ),
     }
-    came = {"first": first, "again": again, "asked": asked, "chat": chat, "errors": errors, "killed": killed}
+    came = {"first": first, "again": again, "asked": asked, "chat": chat, "errors": errors}
+    came |= {"of killed": of_killed, "killed": killed, "removed": removed}
     (directory / "came.json").write_text(json.dumps(came))
+    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":

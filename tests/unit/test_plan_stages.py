@@ -6,6 +6,7 @@ Stages are threads with real links between them; what is expected is a closed fo
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -339,11 +340,11 @@ def test_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
     here = [[1, 0, 2], [4]]
 
     def feed(sinks: LocalSinks, layers: list[int]) -> None:
-        sinks.begin("a", plan, [7, 8, 9])
+        sinks.begin("a-0123abcd", plan, [7, 8, 9])
         layout = Planes.of((("resid_post", layer, "before") for layer in layers), lambda _: WIDTH)
         rows = torch.stack([torch.cat([value("resid_post", layer, p) for layer in layers]) for p in range(3)])
-        sinks.rows("a", [Rows(np.arange(3), layout, rows)])
-        sinks.end("a", 3)
+        sinks.rows("a-0123abcd", [Rows(np.arange(3), layout, rows)])
+        sinks.end("a-0123abcd", 3)
         sinks.close()
 
     feed(stages[0], here[0])
@@ -360,6 +361,8 @@ def test_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
             assert capture.positions[site, layer] == positions
             assert torch.equal(capture[site, layer], torch.stack([value(site, layer, p) for p in positions]))
     assert both.prompt_token_ids == [7, 8, 9]
+    lines = [json.loads(path.read_text().splitlines()[-1]) for path in (tmp_path / "both").glob("index-*.jsonl")]
+    assert [line["run"] for line in lines] == ["a-0123abcd"] * 2  # the engine's own id, which no other request has
 
 
 # -------------------------------------------------------------------------------------------------- what is remembered

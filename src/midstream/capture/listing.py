@@ -54,7 +54,9 @@ class Listing:
         self.ids: dict[str, str] = {}
         self.kinds: set[tuple[str, str] | None] = set()
         self.read: dict[Path, int] = {}
-        self._places: dict[str, tuple[Path, int]] = {}  # of the line of each prompt; of its error, if it has only failed
+        self._places: dict[
+            str, tuple[Path, int]
+        ] = {}  # of the line of each prompt; of its error, if it has only failed
         self._used: dict[str, int] = {}  # the bytes of each shard of a listed prompt
 
     def refresh(self) -> None:

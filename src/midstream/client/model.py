@@ -494,24 +494,72 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
-        adapter, params = self.adapter_in(params)
-        sampled = sampling(params, 1, self._generation)
-        collection = Collection(
-            prompts_of(prompts)[0],
-            plan,
-            to,
-            ids,
-            sampled,
-            shard_bytes,
-            limit_bytes,
-            skip_special_tokens,
-            self._listing(to),
-            adapter_alone(adapter, self.adapter_argument, "collect"),
+        collection = self._collection(
+            "collect", prompts_of(prompts)[0], plan, to, ids, params, shard_bytes, limit_bytes, skip_special_tokens
         )
         try:
             return self._finish(self._collect(collection, progress))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(collection.how_to_go_on()) from None
+
+    def collect_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        plan: Any,
+        to: str | Path,
+        ids: Iterable[Any],
+        shard_bytes: int | None = None,
+        skip_special_tokens: bool = False,
+        **params: Any,
+    ) -> dict[str, tuple[int, int]]:
+        """`collect` for one of several engines that share a job, such as an actor of `midstream.ray`: it shows no progress, and leaves the
+        check of the free space to the job.
+
+        Args:
+            prompts: run at once.
+            plan, to, ids, shard_bytes, skip_special_tokens, params: as in `collect`.
+
+        Returns:
+            the rows and bytes of each prompt that has run, by its id; without those that the directory has.
+
+        Raises the errors of `collect`.
+        """
+        _refuse_in_trace("collect_batch")
+        collection = self._collection(
+            "collect_batch", prompts, plan, to, ids, params, shard_bytes, None, skip_special_tokens
+        )
+        invokes, sizes = collection.missing(self)
+        if invokes:
+            self._finish(self._results(self._run(invokes)))
+        names = [invoke.collected.id for invoke in invokes if invoke.collected]
+        return dict(zip(names, map(tuple, sizes.tolist()), strict=True))
+
+    def _collection(
+        self,
+        call: str,
+        prompts: Sequence[Prompt],
+        plan: Any,
+        to: str | Path | None,
+        ids: Iterable[Any] | None,
+        params: Mapping[str, Any],
+        shard_bytes: int | None,
+        limit_bytes: int | None,
+        skip_special_tokens: bool,
+    ) -> Collection:
+        adapter, params = self.adapter_in(params)
+        return Collection(
+            prompts,
+            plan,
+            to,
+            ids,
+            sampling(params, 1, self._generation),
+            shard_bytes,
+            limit_bytes,
+            skip_special_tokens,
+            None if to is None else self._listing(to),
+            adapter_alone(adapter, self.adapter_argument, call),
+        )
 
     def _listing(self, to: str | Path) -> Listing:
         """The prompts in a directory, read once however often the model collects to it."""
@@ -557,12 +605,8 @@ class TraceModel(Sizes):
             CaptureError, PlanError, PromptError, ParameterError: as `collect` does before it runs anything.
         """
         _refuse_in_trace("estimate")
-        adapter, params = self.adapter_in(params)
-        adapter = adapter_alone(adapter, self.adapter_argument, "estimate")
-        sampled = sampling(params, 1, self._generation)
-        listing = None if to is None else self._listing(to)
-        collection = Collection(
-            prompts_of(prompts)[0], plan, to, ids, sampled, None, None, skip_special_tokens, listing, adapter
+        collection = self._collection(
+            "estimate", prompts_of(prompts)[0], plan, to, ids, params, None, None, skip_special_tokens
         )
         return self._finish(self._estimate(collection))
 

@@ -161,6 +161,14 @@ def start_model(name: str, backend: str, engine: Mapping[str, Any]) -> TraceMode
     return VLLM(name, **engine)
 
 
+def adapter_at(path: str) -> Any:
+    """A LoRA adapter, named after the last part of its path or name."""
+    from vllm.lora.request import LoRARequest
+
+    directory = Path(path).expanduser()
+    return LoRARequest(Path(path).name, 1, str(directory.resolve()) if directory.is_dir() else path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -200,9 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--params", metavar="JSON", type=json.loads, default={}, help='sampling parameters, such as {"max_tokens": 8}'
     )
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter of all prompts, a path or name; on vLLM")
     parser.add_argument("--backend", choices=["vllm", "transformers"], default="vllm")
     args, rest = parser.parse_known_args(argv)
-    plan, engine = _plan(args), engine_arguments(rest)
+    plan, engine, params = _plan(args), engine_arguments(rest), args.params
+    if args.adapter is not None:
+        if args.backend == "transformers":
+            parser.error("--adapter: a model on transformers has no adapters; allowed with --backend vllm")
+        engine, params = {"enable_lora": True} | engine, {**params, "lora_request": adapter_at(args.adapter)}
     prompts, ids = read_prompts(args.prompts, args.column, args.id_column, args.shard)
     try:
         with start_model(args.model, args.backend, engine) as model:
@@ -214,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shard_bytes=args.shard_bytes,
                 limit_bytes=args.limit_bytes,
                 skip_special_tokens=args.skip_special_tokens,
-                **args.params,
+                **params,
             )
     except KeyboardInterrupt as stop:
         print(f"midstream: {stop}", file=sys.stderr)
