@@ -10,11 +10,15 @@ from midstream.engine.worker import refuse_unsupported
 from midstream.errors import MidstreamError
 
 
-def config(mode=CUDAGraphMode.NONE, enable_sp=False, **parallel):
-    given = {"use_ubatching": False, "use_ray": False, "prefill_context_parallel_size": 1, "data_parallel_size": 1}
-    given |= parallel
+def config(mode=CUDAGraphMode.NONE, enable_sp=False, runner_type="generate", **parallel):
+    kinds = ("data", "tensor", "prefill_context", "decode_context")
+    given = {**dict.fromkeys(["use_ubatching", "use_ray", "enable_expert_parallel"], False), **parallel}
+    given = {**{f"{kind}_parallel_size": 1 for kind in kinds}, **given}
     compilation = SimpleNamespace(cudagraph_mode=mode, pass_config=SimpleNamespace(enable_sp=enable_sp))
-    return SimpleNamespace(parallel_config=SimpleNamespace(**given), compilation_config=compilation)
+    model = SimpleNamespace(runner_type=runner_type)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**given), compilation_config=compilation, model_config=model
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,9 @@ def config(mode=CUDAGraphMode.NONE, enable_sp=False, **parallel):
     [
         ({"use_ubatching": True}, "without dual batch overlap"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=1"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=1"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "enable_expert_parallel=False"),
+        ({"runner_type": "pooling"}, "without runner='pooling'"),
         ({"data_parallel_size": 2}, r"data_parallel_size=1, and several engines: midstream\.ray"),
         ({"enable_sp": True}, "'enable_sp': False"),
         ({"use_ray": True, "older": "0"}, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),
@@ -41,6 +48,8 @@ def test_others_are_not(monkeypatch):
     refuse_unsupported(config(use_ray=True))
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     refuse_unsupported(config(CUDAGraphMode.FULL_AND_PIECEWISE, use_ray=True))
+    refuse_unsupported(config(tensor_parallel_size=2))
+    refuse_unsupported(config(enable_expert_parallel=True))  # of one rank
 
 
 def test_a_vllm_without_the_older_ray_executor_is_not(monkeypatch):

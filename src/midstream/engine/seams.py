@@ -223,11 +223,11 @@ _CONFIG = (
     Seam("vllm.config.ModelConfig", READS, "midstream.engine.admission.admitted",
          "Plans and prompts are checked against it.",
          members="dtype; hf_text_config; max_model_len; tokenizer; skip_tokenizer_init; get_hidden_size(); get_vocab_size(); "
-                 "get_head_size()"),
+                 "get_head_size(); runner_type"),
     Seam("vllm.config.ParallelConfig", READS, "midstream.engine.worker.refuse_unsupported",
          "Says whether the engine has midstream's worker, and whether its batches and prompts are split.",
          members="worker_cls; use_ray; use_ubatching; prefill_context_parallel_size; decode_context_parallel_size; "
-                 "data_parallel_size; nnodes"),
+                 "data_parallel_size; tensor_parallel_size; enable_expert_parallel; nnodes"),
     Seam("vllm.config.CacheConfig", READS, "midstream.engine.worker.Worker._records_later",
          "Says whether layers run on fewer rows than the batch has.", members="kv_sharing_fast_prefill"),
     Seam("vllm.config.SchedulerConfig", READS, "midstream.engine.launch.check_prompts",
