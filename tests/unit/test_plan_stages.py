@@ -401,13 +401,16 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
 CONNECTED = {"kv_transfer_config": SimpleNamespace(kv_connector="SharedStorageConnector"), "speculative_config": None}
 DRAFTING = {
     "kv_transfer_config": None,
-    "speculative_config": object(),
+    "speculative_config": SimpleNamespace(method="eagle"),
     "scheduler_config": SimpleNamespace(async_scheduling=True),
 }
+GUESSING = {**DRAFTING, "speculative_config": SimpleNamespace(method="medusa")}
 
 
 @pytest.mark.parametrize("carried", [{"plan": Plan.of(Steer("resid_post", vector=[1.0]))}, {"trace": {}}])
-@pytest.mark.parametrize(("kind", "why"), [(CONNECTED, "KV connector"), (DRAFTING, "async_scheduling=False")])
+@pytest.mark.parametrize(
+    ("kind", "why"), [(CONNECTED, "KV connector"), (DRAFTING, "async_scheduling=False"), (GUESSING, "medusa")]
+)
 def test_an_engine_that_hands_kv_on_or_drafts_ahead_takes_neither_plans_nor_traces(
     carried: dict[str, Any], kind: dict[str, Any], why: str
 ) -> None:

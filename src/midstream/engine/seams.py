@@ -233,6 +233,8 @@ _CONFIG = (
     Seam("vllm.config.SchedulerConfig", READS, "midstream.engine.launch.check_prompts",
          "The limits of a step; also names midstream's scheduler.",
          members="scheduler_cls; async_scheduling; max_num_batched_tokens; max_num_seqs"),
+    Seam("vllm.config.SpeculativeConfig", READS, "midstream.engine.admission._check_engine",
+         "Says how tokens are drafted; plans are refused with methods that were not tested.", members="method"),
     Seam("vllm.config.CompilationConfig", READS, "midstream.engine.worker.has_graphs",
          "Says whether steps run compiled code or CUDA graphs, and holds the layers' KV caches.",
          members="cudagraph_mode; mode; pass_config; max_cudagraph_capture_size; static_forward_context"),

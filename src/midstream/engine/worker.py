@@ -308,7 +308,7 @@ class Worker(PlatformWorker):
         """
         config = self.vllm_config
         parallel = config.parallel_config
-        several = parallel.data_parallel_size > 1 or parallel.decode_context_parallel_size > 1
+        several = parallel.data_parallel_size > 1
         others = (config.lora_config, config.kv_transfer_config, config.speculative_config)
         shares = config.cache_config.kv_sharing_fast_prefill
         return not (several or shares or any(others) or self._runner.has_recurrent_layers())
