@@ -7,11 +7,12 @@ from typing import Any
 
 import mode_checks
 import pytest
-from engines import alive, timed
+from engines import alive, start, timed
 from forked import forked
 from modes import MODES, Mode
 
 from midstream import VLLM
+from midstream.errors import MidstreamError
 
 pytestmark = pytest.mark.engine
 ON_CPU = [mode.here(cpu=True) for mode in MODES if mode.checks and mode.cpu != "no"]
@@ -45,3 +46,11 @@ def test_a_steer_that_reaches_no_row_is_seen(checks: Any) -> None:
     plans = [[checks.late, *checks.capture]] * mode_checks.COUNT
     with pytest.raises(AssertionError):
         checks.checked(plans, lambda number, prompt: None)
+
+
+@pytest.mark.matrix
+def test_an_engine_in_a_refused_mode_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/unit/test_unsupported.py` has all of these modes; here an engine asks."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(MidstreamError, match="without runner='pooling'"):
+        start(enforce_eager=True, runner="pooling")

@@ -218,8 +218,8 @@ def _check_engine(config: Any) -> None:
         return
     if speculative.method not in _DRAFTING:
         raise PlanError(
-            f"This engine drafts tokens by the method {speculative.method!r}, with which midstream was not tested. Start it with the method "
-            f"{' or '.join(map(repr, _DRAFTING))}, or without speculative_config."
+            f"This engine drafts tokens by the method {speculative.method!r}, with which midstream was not tested. Start it with the "
+            f"method {' or '.join(_DRAFTING)}, or without speculative_config."
         )
     if config.scheduler_config.async_scheduling:
         raise PlanError(
