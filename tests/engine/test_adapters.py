@@ -61,8 +61,13 @@ def requests(paths: dict[str | None, Path | None]) -> dict[str | None, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def adapted(base: Path) -> Iterator[VLLM]:
+SHARDED = {"tensor_parallel_size": 2, "fully_sharded_loras": True, "gpu_memory_utilization": 0.1}
+
+
+@pytest.fixture(
+    scope="module", params=[{}, pytest.param(SHARDED, marks=pytest.mark.matrix)], ids=["whole", "fully_sharded"]
+)
+def adapted(base: Path, request: pytest.FixtureRequest) -> Iterator[VLLM]:
     given = {
         **ENGINE,
         "max_model_len": 128,
@@ -72,6 +77,7 @@ def adapted(base: Path) -> Iterator[VLLM]:
         "max_loras": 2,
         "block_size": 32,
         **RANKS,
+        **request.param,
     }
     with forked(), timed("adapters"):
         model = VLLM(str(base), **given)

@@ -1,7 +1,7 @@
 """The table of vLLM's modes: whether traces and plans work in each, and which test or check has seen that.
 
-`tests/engine/test_modes.py` and `tests/gpu/check_modes.py` run the modes that have `checks`. `scripts/write_modes.py` writes the table into
-docs/supported.md.
+`tests/engine/test_modes.py` and `tests/gpu/check_modes.py` run the modes that have `checks`, and `tests/unit/test_unsupported.py` the modes
+that are `refused`. `scripts/write_modes.py` writes the table into docs/supported.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Mode:
         positions, tokens: which rows the checks capture, and how many tokens they generate.
         on_cpu: other values of these attributes on the CPU.
         plans, traces: what the table says.
-        tests: the tests, as arguments of pytest without `-k`, that see what the table says.
+        refused: of a mode in which no engine starts: the config that `tests/unit/test_unsupported.py` makes, and a part of the error.
+        tests: other tests that see what the table says, as arguments of pytest.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Mode:
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
     plans: str = "yes"
     traces: str = "yes"
+    refused: tuple[Mapping[str, Any], str] | None = None
     tests: tuple[str, ...] = ()
 
     def here(self, cpu: bool) -> Mode:
@@ -81,7 +83,18 @@ _EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
 _COUNTED = {"disable_log_stats": False}
 _EXACT: Mapping[str, Any] = {"dtype": "float32", "tolerance": EXACT}
 
+
+def _refused(name: str, argument: str, config: Mapping[str, Any], says: str) -> Mode:
+    return Mode(name, argument, checks=None, plans="refused at the start", traces="the same", refused=(config, says))
+
+
+def _elsewhere(name: str, argument: str, plans: str, traces: str, *tests: str) -> Mode:
+    return Mode(name, argument, checks=None, plans=plans, traces=traces, tests=tests)
+
+
 MODES = [
+    _elsewhere("LoRA", "enable_lora=True", "yes", "yes", "tests/engine/test_adapters.py"),
+    _elsewhere("mixtures of experts", "", "yes", "yes", "tests/engine/test_router.py"),
     Mode(
         "compressed-tensors, INT8",
         "a W8A8 checkpoint",
@@ -149,4 +162,76 @@ MODES = [
     Mode("sleep mode, level 1", "enable_sleep_mode=True", {"enable_sleep_mode": True}, disturb=sleep_lightly),
     Mode("sleep mode, level 2", "enable_sleep_mode=True", {"enable_sleep_mode": True}, disturb=sleep_deeply),
     Mode("weights in the host's memory", "cpu_offload_gb=...", {"cpu_offload_gb": 0.0005}),
+    _elsewhere(
+        "multimodal models, text",
+        "",
+        "yes, without `embed`, which vLLM computes outside the forward",
+        "yes, without `embed`",
+        "tests/engine/test_multimodal.py",
+    ),
+    _elsewhere(
+        "multimodal models, pictures, sound and video",
+        "prompts to `model.engine` with the plan in their sampling parameters",
+        "without positions; else `PlanError`",
+        "no: a prompt is text or token ids",
+        "tests/engine/test_multimodal.py",
+    ),
+    _elsewhere(
+        "prompts as embeddings",
+        "enable_prompt_embeds=True",
+        "`PlanError`: a plan refers to the positions of tokens",
+        "no: a prompt is text or token ids",
+        "tests/engine/test_plan_stock.py::test_a_prompt_without_tokens_is_refused",
+    ),
+    _elsewhere(
+        "KV connectors: disaggregated prefill, KV cache in the host's memory",
+        "kv_transfer_config=..., kv_offloading_size=...",
+        "`PlanError`; other requests run",
+        "`PlanError`",
+        "tests/unit/test_plan_stages.py::test_an_engine_that_hands_kv_on_or_drafts_ahead_takes_neither_plans_nor_traces",
+    ),
+    _refused("dual batch overlap", "enable_dbo=True", {"use_ubatching": True}, "without dual batch overlap"),
+    _refused(
+        "prefill context parallelism",
+        "prefill_context_parallel_size=2",
+        {"prefill_context_parallel_size": 2},
+        "prefill_context_parallel_size=1",
+    ),
+    _refused(
+        "decode context parallelism",
+        "decode_context_parallel_size=2",
+        {"decode_context_parallel_size": 2},
+        "decode_context_parallel_size=1",
+    ),
+    _refused(
+        "sequence parallelism",
+        'compilation_config={"pass_config": {"enable_sp": True}}',
+        {"enable_sp": True},
+        "'enable_sp': False",
+    ),
+    _refused(
+        "expert parallelism",
+        "enable_expert_parallel=True, tensor_parallel_size=2",
+        {"enable_expert_parallel": True, "tensor_parallel_size": 2},
+        "enable_expert_parallel=False",
+    ),
+    _refused(
+        "data parallelism of a mixture of experts, elastic expert parallelism",
+        "data_parallel_size=2",
+        {"data_parallel_size": 2},
+        "data_parallel_size=1, and several engines: midstream.ray",
+    ),
+    _refused(
+        "Ray with vLLM's older executor",
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
+        {"use_ray": True, "older": "0"},
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1",
+    ),
+    _refused(
+        "breakable CUDA graphs",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=1",
+        {"mode": "FULL", "breakable": "1"},
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=0",
+    ),
+    _refused("embedding and pooling models", 'runner="pooling"', {"runner_type": "pooling"}, "runner='pooling'"),
 ]

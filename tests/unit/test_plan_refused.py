@@ -272,9 +272,8 @@ def test_a_long_queue_is_not_walked_for_traces(scheduler: Any, monkeypatch: pyte
 @pytest.mark.parametrize("trace", [{"x": 1}, {}, "code", 7, None])
 def test_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trace: Any) -> None:
     params = vllm.SamplingParams(max_tokens=4, extra_args={"midstream": {"trace": trace}})
-    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), kv_transfer_config=None)
     with pytest.raises(PlanError, match=r"midstream\.trace is not"):
-        admitted(config, Settings(), SimpleNamespace(sampling_params=params))
+        admitted(engine_config(), Settings(), SimpleNamespace(sampling_params=params))
     scheduler.add_request(Request("stranger's", [1, 2, 3], params, None))
     assert list(scheduler.schedule().num_scheduled_tokens) == ["stranger's"]
 
@@ -347,6 +346,7 @@ def engine_config() -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=WORKER),
         kv_transfer_config=None,
+        speculative_config=None,
         model_config=SimpleNamespace(hf_text_config=text, get_hidden_size=lambda: 256, dtype=torch.float32),
     )
 

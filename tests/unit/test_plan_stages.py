@@ -401,17 +401,28 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
 # ------------------------------------------------------------------------------------------------------------ admission
 
 
+CONNECTED = {"kv_transfer_config": SimpleNamespace(kv_connector="SharedStorageConnector"), "speculative_config": None}
+DRAFTING = {
+    "kv_transfer_config": None,
+    "speculative_config": SimpleNamespace(method="eagle"),
+    "scheduler_config": SimpleNamespace(async_scheduling=True),
+}
+GUESSING = {**DRAFTING, "speculative_config": SimpleNamespace(method="medusa")}
+
+
 @pytest.mark.parametrize("carried", [{"plan": Plan.of(Steer("resid_post", vector=[1.0]))}, {"trace": {}}])
-def test_an_engine_that_hands_kv_on_takes_neither_plans_nor_traces(carried: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"), [(CONNECTED, "KV connector"), (DRAFTING, "async_scheduling=False"), (GUESSING, "medusa")]
+)
+def test_an_engine_that_hands_kv_on_or_drafts_ahead_takes_neither_plans_nor_traces(
+    carried: dict[str, Any], kind: dict[str, Any], why: str
+) -> None:
     pytest.importorskip("vllm")
     from midstream.engine.admission import admitted
     from midstream.engine.launch import WORKER
     from midstream.settings import Settings
 
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(worker_cls=WORKER),
-        kv_transfer_config=SimpleNamespace(kv_connector="SharedStorageConnector"),
-    )
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), **kind)
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"midstream": carried}, max_tokens=1))
-    with pytest.raises(PlanError, match="KV connector"):
+    with pytest.raises(PlanError, match=why):
         admitted(config, Settings(), request)

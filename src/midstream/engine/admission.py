@@ -33,6 +33,7 @@ _MOST_KEYS = 64  # how many keys are compared
 _ITEM_CHARACTERS = 8  # of a number or a key in JSON
 _LARGE = 1 << 16  # characters of a plan's JSON
 _readers = {is_large: ThreadPoolExecutor(1, "midstream-plans") for is_large in (False, True)}
+_DRAFTING = ("ngram", "eagle")  # methods of speculative decoding
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
 
@@ -213,7 +214,14 @@ def _check_engine(config: Any) -> None:
             "This engine has a KV connector (kv_transfer_config), which identifies KV by its tokens alone: it would give KV that a plan or "
             "a trace has changed to other requests. Start the engine without one."
         )
-    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+    if (speculative := config.speculative_config) is None:
+        return
+    if speculative.method not in _DRAFTING:
+        raise PlanError(
+            f"This engine drafts tokens by the method {speculative.method!r}, with which midstream was not tested. Start it with the "
+            f"method {' or '.join(_DRAFTING)}, or without speculative_config."
+        )
+    if config.scheduler_config.async_scheduling:
         raise PlanError(
             "With speculative decoding and async scheduling, a step starts before it is known how many drafted tokens the last step kept. "
             "A plan needs the positions of its tokens. Start the engine with async_scheduling=False, or without speculative_config."

@@ -96,6 +96,21 @@ def refuse_unsupported(config: Any) -> None:
             "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
             "prefill_context_parallel_size=1."
         )
+    if parallel.decode_context_parallel_size > 1:
+        raise MidstreamError(
+            "Decode context parallelism splits the KV cache of a request over ranks, which midstream was not tested with. Start the engine "
+            "with decode_context_parallel_size=1."
+        )
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1:
+        raise MidstreamError(
+            "Expert parallelism moves tokens between ranks, which midstream was not tested with. Start the engine with "
+            "enable_expert_parallel=False; tensor parallelism then splits each expert."
+        )
+    if config.model_config.runner_type == "pooling":
+        raise MidstreamError(
+            "A pooling model generates no tokens, and midstream supports models that do. Start the engine without runner='pooling', or use "
+            "vLLM without midstream."
+        )
     if parallel.data_parallel_size > 1:  # 1 in the data parallel engines of a dense model, which are independent
         raise MidstreamError(
             "Data parallel engines of a mixture of experts compute each step together, and a step with plans or traces may differ from "
@@ -306,7 +321,7 @@ class Worker(PlatformWorker):
         """
         config = self.vllm_config
         parallel = config.parallel_config
-        several = parallel.data_parallel_size > 1 or parallel.decode_context_parallel_size > 1
+        several = parallel.data_parallel_size > 1
         others = (config.lora_config, config.kv_transfer_config, config.speculative_config)
         shares = config.cache_config.kv_sharing_fast_prefill
         return not (several or shares or any(others) or self._runner.has_recurrent_layers())

@@ -1,0 +1,56 @@
+"""vLLM's modes, each with plans and traces on a small model, against transformers with the dequantised weights (rows N6, N7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mode_checks
+import pytest
+from engines import alive, start, timed
+from forked import forked
+from modes import MODES, Mode
+
+from midstream import VLLM
+from midstream.errors import MidstreamError
+
+pytestmark = pytest.mark.engine
+ON_CPU = [mode.here(cpu=True) for mode in MODES if mode.checks and mode.cpu != "no"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(mode, marks=[pytest.mark.matrix] if mode.cpu == "all" else []) for mode in ON_CPU],
+    ids=lambda mode: mode.name.replace(" ", "-"),
+)
+def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    mode: Mode = request.param
+    options, oracle = mode_checks.build(mode, tmp_path_factory.mktemp("modes"))
+    engine = {"max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.1, "enforce_eager": True}
+    with timed(mode.name), forked():
+        model = VLLM(**{**engine, "dtype": mode.dtype, **options})
+    with model:
+        yield getattr(mode_checks, mode.checks or "")(mode, model, oracle, rounds=1)
+
+
+def test_plans_and_traces_equal_transformers_or_are_refused(checks: Any) -> None:
+    """Each check of the mode. Afterwards the workers hold nothing."""
+    for name in sorted(name for name in dir(checks) if name.startswith("check_")):
+        getattr(checks, name)()
+        checks.after_each()
+    assert not alive(checks.model)
+
+
+def test_a_steer_that_reaches_no_row_is_seen(checks: Any) -> None:
+    """The checks can fail: the same outputs beside an oracle without the edit."""
+    plans = [[checks.late, *checks.capture]] * mode_checks.COUNT
+    with pytest.raises(AssertionError):
+        checks.checked(plans, lambda number, prompt: None)
+
+
+@pytest.mark.matrix
+def test_an_engine_in_a_refused_mode_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/unit/test_unsupported.py` has all of these modes; here an engine asks."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(MidstreamError, match="without runner='pooling'"):
+        start(enforce_eager=True, runner="pooling")
