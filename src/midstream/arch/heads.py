@@ -29,6 +29,7 @@ from midstream.arch.blocks import HEADS
 from midstream.errors import ArchitectureError, ParameterError
 
 _UNQUANTISED = ("auto", "float16", "bfloat16", "float32")  # the dtypes of vLLM's KV cache that keep the model's numbers
+_CUT = "midstream_is_cut"
 _CACHE: ContextVar[Any] = ContextVar("midstream_cache", default=None)  # of the running forward
 
 
@@ -164,6 +165,20 @@ def _unsupported(module: Any) -> str | None:
         "attention in both directions": getattr(module, "use_mm_prefix", False),
     }
     return next((what for what, has in features.items() if has), None)
+
+
+def is_cut(module: Any, rows: Any) -> bool:
+    """Whether plans cut edges of the attention at `module` in these rows of the running step. `set_cut` says how to find out."""
+    test = getattr(module, _CUT, None)
+    return test is not None and test(rows)
+
+
+def set_cut(module: Any, test: Callable[[Any], bool] | None) -> None:
+    """Let `is_cut` return `test(rows)` for `module`; None: False."""
+    if test is not None:
+        setattr(module, _CUT, test)
+    elif hasattr(module, _CUT):
+        delattr(module, _CUT)
 
 
 def why_not_again(module: Any) -> str | None:
