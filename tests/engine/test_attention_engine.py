@@ -278,6 +278,20 @@ def test_other_heads_and_queries_keep_their_bits(both: tuple[VLLM, Attended]) ->
     close(cut.captures["attn_z", 1], seen["attn_z", 1].flatten(1))
 
 
+def test_kv_after_a_knockout_is_never_shared(both: tuple[VLLM, Attended]) -> None:
+    """The request with the knockout is the first one with its prompt, so its blocks are the ones that the cache could keep."""
+    model, oracle = both
+    prompt = f"The water. {PROMPT} {PROMPT}"
+    ids = tokens_of(prompt)
+    cut = edges([0, 1], range(4), range(len(ids) + STEPS), [1, 2, 30])
+    clean, changed = oracle.generate(ids, STEPS), oracle.generate(ids, STEPS, cut=cut)
+    plan = Knockout(layers=[0, 1], keys=[1, 2, 30])
+    for each, expected in [(plan, changed), (None, clean), (plan, changed), (None, clean)]:
+        (output,) = model.generate(prompt, plan=each, max_tokens=STEPS, **SETTINGS)
+        check_logprobs(output, expected)
+    assert output.num_cached_tokens > 0
+
+
 def test_one_knockout_for_prompts_of_several_lengths(both: tuple[VLLM, Attended]) -> None:
     model, oracle = both
     prompts = [PROMPT, f"{PROMPT} The water", PROMPT]
