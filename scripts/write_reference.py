@@ -28,7 +28,10 @@ SECTIONS = {
         ("midstream.remote.calls:RemoteOutput", "output", ""),
     ],
     "Plans": [
-        *[(f"midstream:{name}", "", "") for name in ("Steer", "Patch", "Clamp", "Apply", "When", "Probe", "Capture")],
+        *[
+            (f"midstream:{name}", "", "")
+            for name in ("Steer", "Patch", "Clamp", "Apply", "When", "Knockout", "Probe", "Capture")
+        ],
         ("midstream.plan.probes:Scores", "output.scores", "positions indices aggregated"),
         ("midstream:SAE", "sae", "load of capture steer clamp ablate direction encode reconstruct written read nbytes"),
         *[(f"midstream:{name}", "", "") for name in ("Consumer", "Span", "Subsample")],

@@ -11,7 +11,15 @@ import torch
 
 from midstream import LanguageModel, demo_model
 
-RECIPES = ("factual-recall", "indirect-object", "heads", "path-patching", "coarse-to-fine", "token-scores")
+RECIPES = (
+    "factual-recall",
+    "indirect-object",
+    "heads",
+    "path-patching",
+    "coarse-to-fine",
+    "token-scores",
+    "induction-heads",
+)
 FOLDER = Path(__file__).resolve().parent
 
 

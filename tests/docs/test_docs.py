@@ -228,6 +228,7 @@ RECIPES = {
     "conditional-steering": "When(",
     "token-scores": "plot_token_scores(",
     "experts": 'Steer("router"',
+    "induction-heads": "Knockout(",
 }
 
 

@@ -1,22 +1,23 @@
-"""The sites of queries, keys and values and the probabilities of attention (row N1) on vLLM, against plain transformers.
+"""Queries, keys, values and the probabilities of attention (row N1) and knocked out edges (N2) on vLLM, against plain transformers.
 
 The oracle is the attention function of a copy of the model on plain transformers, recorded or changed (`tests/support/attended.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from attended import SITES, Attended, pushed
+from attended import SITES, Attended, Edge, pushed
 from engines import ENGINE, alive
 from forked import forked
 
-from midstream import VLLM, Capture, Patch, Plan, Steer
-from midstream.errors import TraceError
+from midstream import VLLM, Capture, Knockout, Patch, Plan, Steer
+from midstream.errors import PlanError, TraceError
 
 pytestmark = pytest.mark.engine
 
@@ -28,6 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "compiled": {},
     "ranks": {"enforce_eager": True, "tensor_parallel_size": 2},
+    "stages": {"enforce_eager": True, "pipeline_parallel_size": 2},
 }
 
 
@@ -46,6 +48,8 @@ MODES: dict[str, dict[str, Any]] = {
         pytest.param(("olmo2", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt_neox", "eager"), marks=pytest.mark.matrix),
         pytest.param(("llama_transformers", "ranks"), marks=pytest.mark.matrix),
+        pytest.param(("llama", "stages"), marks=pytest.mark.matrix),
+        pytest.param(("gemma2_transformers", "eager"), marks=pytest.mark.matrix),
     ],
     ids="-".join,
 )
@@ -57,9 +61,14 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "max_model_len": 256,
         "gpu_memory_utilization": 0.1,
         "block_size": 32,
+        "max_num_batched_tokens": 96,  # longer prompts come in chunks
+        "num_gpu_blocks_override": 18,  # not enough for four long requests: they are preempted
+        "disable_log_stats": False,
         "enable_prefix_caching": True,
     }
     with forked(), VLLM(str(path), **engine, **tiny_models.ARCHITECTURES[name].engine, **MODES[mode]) as model:
+    engine |= tiny_models.ARCHITECTURES[name].engine
+    with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
         yield model, Attended(path)
         assert not alive(model)
 
@@ -197,3 +206,189 @@ def test_generated_steps_and_writes_are_refused(both: tuple[VLLM, Attended]) -> 
         model.run(written, PROMPT)
     with pytest.raises(TraceError, match="exists only in a trace"):
         _ = model.attention_probabilities
+
+
+# ------------------------------------------------------------------------------------------------------ edges knocked out (N2)
+
+SETTINGS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "logprobs": 5}
+
+
+def edges(layers: Any, heads: Any, queries: Any, keys: Any) -> list[Edge]:
+    return list(itertools.product(layers, heads, queries, keys))
+
+
+def check_logprobs(output: Any, expected: torch.Tensor) -> None:
+    """The sampled tokens and their log-probabilities are those of these logits, `[steps, vocab]`."""
+    (completion,) = output.outputs
+    assert list(completion.token_ids) == expected.argmax(-1).tolist()
+    logprobs = expected.log_softmax(-1)
+    for step, found in enumerate(completion.logprobs):
+        for token, entry in found.items():
+            assert abs(entry.logprob - float(logprobs[step, token])) < 1e-3 * float(expected.abs().max())
+
+
+def test_knockouts_are_another_mask(both: tuple[VLLM, Attended]) -> None:
+    """Heads, queries and keys, in the prompt and in generated tokens, in one batch with other plans and none.
+
+    All requests have one prompt, which is in the prefix cache: later layers' KV differs after a knockout.
+    """
+    model, oracle = both
+    prompt, steps = PROMPT * 2, 4
+    size = len(tokens_of(prompt))
+    every = range(size + steps)
+    cases: list[tuple[Any, list[Edge]]] = [
+        (None, []),
+        (
+            [
+                Knockout(layers=[0, 1], head=[0, 3], queries=[-1, size - 40], keys=[size - 41, -2, 2]),
+                Knockout(layers=1, head=0, queries=-1, keys=-1),
+            ],
+            edges([0, 1], [0, 3], [size - 1, size - 40], [size - 41, size - 2, 2])
+            + edges([1], [0], [size - 1], [size - 1]),
+        ),
+        (
+            [Knockout(layers="all", keys=[size - 3, size - 9, 1])],
+            edges(LAYERS, range(4), every, [size - 3, size - 9, 1]),
+        ),
+        ([Knockout(layers=1, queries=[5], keys=range(6))], edges([1], range(4), [5], range(6))),
+        (
+            [Knockout(layers=2, head=1, queries=[1, 2], keys=range(size - 9, size), phase="decode")],
+            edges([2], [1], [size + 1, size + 2], range(size - 9, size)),
+        ),
+        (
+            [Knockout(layers=LAYERS[-1], queries=-1, keys=range(3, size))],
+            edges(LAYERS[-1:], range(4), [size - 1], range(3, size)),
+        ),
+    ]
+    expected = [oracle.generate(tokens_of(prompt), steps, cut=cut) for _, cut in cases]
+    assert all((logits - expected[0]).abs().max() > 1e-3 * expected[0].abs().max() for logits in expected[1:])
+    model.generate(prompt, max_tokens=1, temperature=0.0)
+    for _ in range(2):
+        for (plan, _), logits in zip(cases, expected, strict=True):  # one after the other, from each other's blocks
+            check_logprobs(*model.generate(prompt, plan=plan, max_tokens=steps, **SETTINGS), logits)
+        outputs = model.generate([prompt] * len(cases), plan=[plan for plan, _ in cases], max_tokens=steps, **SETTINGS)
+        for output, logits in zip(outputs, expected, strict=True):
+            check_logprobs(output, logits)
+
+
+def test_other_heads_and_queries_keep_their_bits(both: tuple[VLLM, Attended]) -> None:
+    model, oracle = both
+    read = Capture("attn_z", layers=1, positions="all_prompt")
+    knockout = Knockout(layers=1, head=[1, 2], queries=[5, 9], keys=[3, 7])
+    (clean,), (cut,) = (model.generate(PROMPT, plan=plan, max_tokens=1) for plan in (read, [read, knockout]))
+    differs = (clean.captures["attn_z", 1] != cut.captures["attn_z", 1]).unflatten(-1, (4, -1)).any(-1)
+    expected = torch.zeros_like(differs)
+    expected[[[5], [9]], [1, 2]] = True
+    assert torch.equal(differs, expected)
+    seen, _ = oracle.run(tokens_of(), cut=edges([1], [1, 2], [5, 9], [3, 7]))
+    close(cut.captures["attn_z", 1], seen["attn_z", 1].flatten(1))
+
+
+def test_kv_after_a_knockout_is_never_shared(both: tuple[VLLM, Attended]) -> None:
+    """The request with the knockout is the first one with its prompt, so its blocks are the ones that the cache could keep."""
+    model, oracle = both
+    prompt = f"The water. {PROMPT} {PROMPT}"
+    ids = tokens_of(prompt)
+    cut = edges([0, 1], range(4), range(len(ids) + STEPS), [1, 2, 30])
+    clean, changed = oracle.generate(ids, STEPS), oracle.generate(ids, STEPS, cut=cut)
+    plan = Knockout(layers=[0, 1], keys=[1, 2, 30])
+    for each, expected in [(plan, changed), (None, clean), (plan, changed), (None, clean)]:
+        (output,) = model.generate(prompt, plan=each, max_tokens=STEPS, **SETTINGS)
+        check_logprobs(output, expected)
+    assert output.num_cached_tokens > 0
+
+
+def test_one_knockout_for_prompts_of_several_lengths(both: tuple[VLLM, Attended]) -> None:
+    model, oracle = both
+    prompts = [PROMPT, f"{PROMPT} The water", PROMPT]
+    outputs = model.generate(prompts, plan=Knockout(layers="all", keys=[-3, -9]), max_tokens=3, **SETTINGS)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = tokens_of(prompt)
+        cut = edges(LAYERS, range(4), range(len(ids) + 3), [len(ids) - 3, len(ids) - 9])
+        check_logprobs(output, oracle.generate(ids, 3, cut=cut))
+
+
+def test_knockouts_of_split_and_preempted_prompts(both: tuple[VLLM, Attended]) -> None:
+    """The prompt comes in two chunks, and the cache lacks room for all requests: they are preempted and computed again."""
+    model, oracle = both
+    prompt, steps = PROMPT * 3, 40
+    ids = tokens_of(prompt)
+    size = len(ids)
+    cases = [
+        (
+            [Knockout(layers=AT - 1, head=i, queries=[-1, 100, 3], keys=[i, 95, -2])],
+            edges([AT - 1], [i], [size - 1, 100, 3], [i, 95, size - 2]),
+        )
+        for i in range(2)
+    ] + [
+        (
+            [Knockout(layers=[0, AT], head=i, keys=[i, size - 4])],
+            edges([0, AT], [i], range(size + steps), [i, size - 4]),
+        )
+        for i in range(2)
+    ]
+
+    def preemptions() -> float:
+        return sum(m.value for m in model.engine.get_metrics() if m.name == "vllm:num_preemptions")
+
+    before = preemptions()
+    outputs = model.generate([prompt] * 4, plan=[plan for plan, _ in cases], max_tokens=steps, **SETTINGS)
+    if getattr(oracle.module.config, "sliding_window", None) is None:  # with windows, vLLM begins fewer at once
+        assert preemptions() > before
+    for (_, cut), output in zip(cases, outputs, strict=True):
+        check_logprobs(output, oracle.generate(ids, steps, cut=cut))
+    gauges = model.gauges()
+    assert not any(worker["knockouts"] for worker in gauges) or not alive(model)
+
+
+def test_knockouts_among_other_edits(both: tuple[VLLM, Attended]) -> None:
+    """They see edited queries, keys and values. Edits of attn_z, of plans and traces, come after them."""
+    model, oracle = both
+    ids = tokens_of()
+    last, push = len(ids) - 1, torch.randn(32, generator=torch.Generator().manual_seed(3)) * 2
+    cut = edges([1], range(4), [last], [last - 1, last - 2, 0])
+    knockout = Knockout(layers=1, queries=-1, keys=[-2, -3, 0])
+    for site in SITES:
+        position = last if site == "attn_q" else last - 4
+        heads = oracle.run(ids)[0][site, 1].shape[1]
+        change = pushed(site, 1, [position], push.expand(heads, 32))
+        expected = oracle.run(ids, change, cut)[0]["attn_z", 1][last].clone()
+        plan = [
+            Patch("attn_z", layer=1, position=-1, head=2, source=push),
+            knockout,
+            Steer(site, layers=1, positions=[position], vector=push.repeat(heads)),
+            Capture("attn_z", layers=1, positions=[-1], when="before"),
+            Capture("attn_z", layers=1, positions=[-1], when="after"),
+        ]
+        (output,) = model.generate(PROMPT, plan=plan, max_tokens=1)
+        close(output.captures["attn_z", 1, "before"][0].view(4, 32), expected)
+        expected[2] = push
+        close(output.captures["attn_z", 1, "after"][0].view(4, 32), expected)
+
+        def write(m: Any, site: str = site, position: int = position) -> Any:
+            if m.resid_post[0].sum() == 0:  # so that it runs in the forward
+                return None
+            getattr(m, site)[1][position] += push
+            return m.attn_z[1][last].clone()
+
+        traced = model.run(write, PROMPT, plan=knockout)
+        close(traced, oracle.run(ids, change, cut)[0]["attn_z", 1][last])
+
+
+def test_knockouts_from_json_and_mistakes(both: tuple[VLLM, Attended]) -> None:
+    model, oracle = both
+    with pytest.raises(TraceError, match="attention_probabilities are those before the plan's Knockout"):
+        model.run(lambda m: m.attention_probabilities[1], [PROMPT] * 2, plan=[None, [Knockout(layers=1, keys=0)]])
+    assert model.run(lambda m: m.attention_probabilities[2], PROMPT, plan=Knockout(layers=1, keys=0)).shape[0] == 4
+    plan = {"interventions": [{"kind": "knockout", "layers": [1], "queries": [-1], "keys": {"span": " water"}}]}
+    offsets = tiny_models.tokenizer()(PROMPT, return_offsets_mapping=True)["offset_mapping"]
+    begin = PROMPT.find(" water")
+    keys = [i for i, (first, end) in enumerate(offsets) if first < begin + len(" water") and begin < end]
+    (output,) = model.generate(PROMPT, plan=plan, max_tokens=2, **SETTINGS)
+    check_logprobs(output, oracle.generate(tokens_of(), 2, cut=edges([1], range(4), [len(tokens_of()) - 1], keys)))
+    for wrong, message in [
+        (Knockout(keys=900), r"Knockout\.keys is 900; allowed: from"),
+        (Knockout(layers=1, head=4, keys=0), r"Knockout\.head is 4; allowed: 0 to 3"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            model.generate(PROMPT, plan=wrong, max_tokens=1)

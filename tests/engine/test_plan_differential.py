@@ -47,7 +47,7 @@ class Requests:
     """Random requests from one seed."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        self.random, self.others = random.Random(seed), random.Random(seed + 1)  # the others are for knockouts
         self.torch = torch.Generator().manual_seed(seed)
         self.beginnings = [self.tokens(self.random.choice([40, 70, 100, 150])) for _ in range(4)]
 
@@ -96,6 +96,19 @@ class Requests:
             )  # fmt: skip
         return Clamp(site, layers=self.layers(), direction=self.vector(1.0), low=-1.0, high=1.0, **self.place(length))
 
+    def knockout(self, length: int) -> Any:
+        from midstream import Knockout
+
+        draw = self.others
+        queries = None if draw.random() < 0.5 else draw.sample(range(length), draw.randint(1, min(8, length)))
+        return Knockout(
+            layers=draw.sample(range(LAYERS), 2),
+            head=draw.choice([None, 1, [0, 3]]),
+            keys=draw.sample(range(length), draw.randint(1, min(8, length))),
+            queries=queries,
+            phase="both" if queries else draw.choice(["prefill", "decode", "both"]),
+        )
+
     def gated(self, edit: Any) -> Any:
         """An edit where a score is above or below what about half of the tokens have."""
         from midstream import Probe, When
@@ -123,6 +136,7 @@ class Requests:
         kinds = self.random.random()
         edits = [self.intervention(length) for _ in range(0 if kinds < 0.15 else self.random.randint(1, 3))]
         edits = [self.gated(edit) if self.random.random() < 0.3 else edit for edit in edits]
+        edits += [self.knockout(length)] if self.others.random() < 0.12 else []
         captures = [self.capture(length) for _ in range(self.random.choice([0, 1, 1, 2]))]
         return edits + captures + [self.probe(f"p{i}") for i in range(self.random.choice([0, 0, 0, 1, 2]))]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import re
 import threading
@@ -21,12 +22,26 @@ from typing import Any
 import plan_cases
 import pytest
 import torch
+from attended import Attended
 from here import settle, start_stock, submit, values
 from limits import until
 from oracle import Plain, close
 from plan_cases import tokens
 
-from midstream import Capture, Clamp, Consumer, Patch, Plan, Probe, RecordedRun, Span, Steer, open_captures
+from midstream import (
+    Capture,
+    Clamp,
+    Consumer,
+    Knockout,
+    Patch,
+    Plan,
+    Probe,
+    RecordedRun,
+    Span,
+    Steer,
+    demo_model,
+    open_captures,
+)
 from midstream.capture.directory import Store, StoredCapture
 from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
@@ -193,6 +208,15 @@ def test_heads_are_edited_and_captured_by_the_workers(stock: Any, plain: Plain, 
     close(of_prompt(found, plain.ids(EIFFEL))["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4][:, 0])
     reasons = [output.outputs[0].stop_reason for output in outputs[1:3]]
     assert "Steer.head is 4; allowed: 0 to 3" in reasons[0] and "the heads 1 and 2" in reasons[1]
+
+
+def test_edges_are_knocked_out(stock: Any, plain: Plain) -> None:
+    """N2, against plain transformers with another mask."""
+    ids, steps = plain.ids(FRANCE), 6
+    edges = list(itertools.product(range(8), range(4), [len(ids) - 1], [3]))
+    expected = Attended(demo_model()).generate(ids, steps, cut=edges).argmax(-1).tolist()
+    knocked, clean = submit(stock, [FRANCE, FRANCE], [Knockout(queries=-1, keys=[3]), None])
+    assert tokens(knocked) == expected != tokens(clean)
 
 
 class Entry:

@@ -40,7 +40,7 @@ from safetensors.torch import load, save
 from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream import Probe, Remote, demo_model
+from midstream import Knockout, Probe, Remote, Span, demo_model
 from midstream import save as save_value
 from midstream.errors import PlanError, TracesNotAllowedError
 
@@ -210,6 +210,25 @@ def test_captured_rows_are_those_of_transformers(server: Server, client: openai.
     )
     answer = client.responses.create(model="demo", input=FRANCE, max_output_tokens=2, extra_body=field(CAPTURE))
     check_rows(server, reference, answer.midstream["captures"])
+
+
+def test_edges_are_knocked_out_by_json(server: Server, client: openai.OpenAI, reference: Reference) -> None:
+    """N2, against another attention mask; also by `Remote`."""
+    ids = reference.ids(FRANCE)
+    start, lowest = ids.shape[1], torch.finfo(torch.float32).min
+    for _ in range(TOKENS):
+        mask = torch.full((ids.shape[1], ids.shape[1]), lowest).triu(1)
+        mask[start - 1, 3] = lowest
+        with torch.no_grad():
+            logits = reference.model(input_ids=ids, attention_mask=mask[None, None]).logits[0, -1]
+        ids = torch.cat([ids, logits.argmax().reshape(1, 1)], 1)
+    text = reference.tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+    knockout = {"kind": "knockout", "layers": "all", "queries": [-1], "keys": {"span": " France"}}
+    assert complete(client, FRANCE, field(knockout)).choices[0].text == text != reference.text(FRANCE)
+    with Remote(server.url, MINE) as remote:
+        plan = Knockout(queries=-1, keys=Span(" France"))
+        (output,) = remote.generate(FRANCE, plan=plan, max_tokens=TOKENS, temperature=0.0)
+        assert output.outputs[0].text == text
 
 
 def test_heads_are_steered_and_captured_by_json(server: Server, client: openai.OpenAI, reference: Reference) -> None:

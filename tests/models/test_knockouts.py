@@ -15,7 +15,7 @@ import torch
 from attended import Attended, pushed
 
 from midstream import Capture, Clamp, Knockout, LanguageModel, Patch, Plan, Probe, Span, Steer, When
-from midstream.errors import PlanError
+from midstream.errors import PlanError, TraceError
 from midstream.plan.ops.knockout import Knockouts
 
 # Longer than the sliding windows of 16 tokens.
@@ -180,6 +180,16 @@ def test_other_attention_functions_and_gradients(llama: tuple[LanguageModel, Att
                 values[name] = value.grad.save()
     assert values["cut"][:-1].abs().max() == 0 and values["cut"][-1].abs().max() > 0
     assert values["whole"][:-1].abs().max() > 0
+
+
+def test_probabilities_are_refused(llama: tuple[LanguageModel, Attended]) -> None:
+    model, _ = llama
+    plan = Knockout(layers=1, keys=0)
+    with pytest.raises(TraceError, match="attention_probabilities are those before the plan's Knockout"):
+        model.run(lambda m: m.attention_probabilities[1], [PROMPT] * 2, plan=[None, [plan]])
+    with torch.no_grad():
+        assert model.run(lambda m: m.attention_probabilities[2], PROMPT, plan=plan).shape[0] == 4
+        model.run(lambda m: m.attention_probabilities[1], PROMPT)
 
 
 def test_spans_wire_and_normal_form(llama: tuple[LanguageModel, Attended]) -> None:

@@ -75,7 +75,16 @@ def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     connection = model.__dict__.get("_connection")
     in_use = getattr(getattr(connection, "weights", None), "in_use", 0)
     assert not in_use, in_use
-    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes", "capture_bytes"}
+    passing = {
+        "queued_bytes",
+        "plans",
+        "profiles",
+        "plan_hooks",
+        "leases",
+        "consumer_bytes",
+        "capture_bytes",
+        "knockouts",
+    }
     deadline = time.monotonic() + seconds
     while True:
         gauges = [left(worker) for worker in model.gauges()]

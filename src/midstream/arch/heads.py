@@ -9,7 +9,7 @@ Keys and values of earlier tokens, which transformers' cache adds, do not pass t
 the cache, since later steps read it there.
 
 Legend of shape suffixes: B batch, N heads, K key-value heads, T tokens of this step, S tokens with those of the cache, Q some of the
-queries, D and E head dims.
+queries, G heads that share keys and values, D and E head dims.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from midstream.arch.blocks import HEADS, head_dims_of
 from midstream.errors import ArchitectureError, ParameterError
 
 _UNQUANTISED = ("auto", "float16", "bfloat16", "float32")  # the dtypes of vLLM's KV cache that keep the model's numbers
+_CUT = "midstream_is_cut"
 _CACHE: ContextVar[Any] = ContextVar("midstream_cache", default=None)  # of the running forward
 
 
@@ -113,14 +114,14 @@ class AttentionSettings:
         scores_NQS = scores_NQS.masked_fill(~left_NQS, float("-inf"))
         is_empty_NQ1 = ~left_NQS.any(-1, keepdim=True)
         weights_NQS = self._softmax(scores_NQS.masked_fill(is_empty_NQ1, 0.0)).masked_fill(is_empty_NQ1, 0.0)
-        v_SNE = v_SKE.repeat_interleave(q_QND.shape[1] // v_SKE.shape[1], dim=1)
-        new_QNE = torch.einsum("nqs,sne->qne", weights_NQS, v_SNE.float()).to(z_QNE.dtype)
-        return torch.where(loses_NQ.T[..., None], new_QNE, z_QNE)
+        weights_KGQS = weights_NQS.unflatten(0, (v_SKE.shape[1], -1))
+        new_QNE = torch.einsum("kgqs,ske->qkge", weights_KGQS, v_SKE.float()).flatten(1, 2)
+        return torch.where(loses_NQ.T[..., None], new_QNE.to(z_QNE.dtype), z_QNE)
 
     def _scores(self, q_TND: torch.Tensor, k_SKD: torch.Tensor) -> torch.Tensor:
         """float32 `[N, T, S]`, of all keys."""
-        k_SND = k_SKD.repeat_interleave(q_TND.shape[1] // k_SKD.shape[1], dim=1)
-        scores_NTS = torch.einsum("qnd,knd->nqk", q_TND.float(), k_SND.float()) * self.scale
+        q_TKGD = q_TND.unflatten(1, (k_SKD.shape[1], -1))
+        scores_NTS = torch.einsum("qkgd,skd->kgqs", q_TKGD.float(), k_SKD.float()).flatten(0, 1) * self.scale
         return scores_NTS if self.soft_cap is None else torch.tanh(scores_NTS / self.soft_cap) * self.soft_cap
 
     def _attends(self, back_TS: torch.Tensor) -> torch.Tensor:
@@ -167,6 +168,20 @@ def _unsupported(module: Any) -> str | None:
         "attention in both directions": getattr(module, "use_mm_prefix", False),
     }
     return next((what for what, has in features.items() if has), None)
+
+
+def is_cut(module: Any, rows: Any) -> bool:
+    """Whether plans cut edges of the attention at `module` in these rows of the running step. `set_cut` says how to find out."""
+    test = getattr(module, _CUT, None)
+    return test is not None and test(rows)
+
+
+def set_cut(module: Any, test: Callable[[Any], bool] | None) -> None:
+    """Let `is_cut` return `test(rows)` for `module`; None: False."""
+    if test is not None:
+        setattr(module, _CUT, test)
+    elif hasattr(module, _CUT):
+        delattr(module, _CUT)
 
 
 def why_not_again(module: Any) -> str | None:

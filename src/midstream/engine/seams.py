@@ -388,6 +388,10 @@ _WORKER = (
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.heads.settings_of",
          "The settings from which attention_probabilities are computed; the soft cap, sinks, ALiBi slopes and scale are of `impl`.",
          members="impl; sliding_window; layer_name", seen="0.32"),
+    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.heads.why_not_again",
+         "Attention whose outputs midstream cannot compute again.", members="attn_type; kv_cache_dtype", seen="0.32"),
+    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.runtime.knockouts.AttentionCuts._cut",
+         "The outputs of heads, [tokens, heads * head_dim], which are changed in place.", members="num_heads; head_size", seen="0.32"),
 )
 
 _ADAPTERS = (

@@ -20,7 +20,7 @@ from torch import nn
 
 from midstream import hooks
 from midstream.arch import Architecture
-from midstream.arch.heads import AttentionSettings, settings_of
+from midstream.arch.heads import AttentionSettings, set_cut, settings_of
 from midstream.errors import MidstreamError
 from midstream.plan.ops.knockout import Knockouts
 from midstream.sites import Binding
@@ -139,6 +139,7 @@ class AttentionCuts:
                 if layer not in self._handles:
                     module = self._model.get_submodule(self._bindings[layer][0].path)
                     self._handles[layer] = hooks.after_call(module, partial(self._cut, layer, module))
+                    set_cut(module, partial(self._is_cut, layer))
 
     def end(self, name: str) -> None:
         """A request has ended."""
@@ -146,6 +147,7 @@ class AttentionCuts:
             self._needed[layer] -= 1
             if self._needed[layer] <= 0 and layer in self._handles:
                 self._handles.pop(layer).remove()
+                set_cut(self._model.get_submodule(self._bindings[layer][0].path), None)
 
     def begin_step(self, layout: BatchLayout) -> None:
         """The batch is laid out; the forward comes next."""
@@ -169,6 +171,9 @@ class AttentionCuts:
                 request.keys_values.clear()
                 request.known = 0
         self._step = []
+
+    def _is_cut(self, layer: int, rows: Any) -> bool:
+        return any(rows.start == each.start and layer in each.request.knockouts.layers for each in self._step)
 
     def _cut(self, layer: int, module: Any, args: Any, kwargs: Any, z: torch.Tensor) -> torch.Tensor | None:
         if not self._step or is_in_body():

@@ -18,7 +18,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
-from midstream.arch.heads import settings_of
+from midstream.arch.heads import is_cut, settings_of
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
 from midstream.trace.body import current_body, is_in_body
@@ -417,8 +417,13 @@ class AttentionProbabilities(SitePerLayer):
         )
 
     def _computed(self, visit: Visit, queries: Binding, keys: Binding) -> torch.Tensor:
-        settings = settings_of(self._forward.modules[queries.path])
-        rows = visit.rows
+        module, rows = self._forward.modules[queries.path], visit.rows
+        settings = settings_of(module)
+        if is_cut(module, rows):
+            raise TraceError(
+                "attention_probabilities are those before the plan's Knockout at this layer. Read them in a trace without it; then set "
+                "those of the edges to 0 and normalise each row."
+            )
         if visit.step > 0 or (isinstance(rows, FlatRows) and rows.first_position > 0):
             raise TraceError(
                 f"attention_probabilities are those of the prompt, in step 0; this is step {visit.step}, whose keys of earlier "

@@ -20,7 +20,7 @@ import torch
 
 from midstream import hooks
 from midstream.arch import Architecture
-from midstream.arch.heads import AttentionSettings, Heads, caches_known
+from midstream.arch.heads import AttentionSettings, Heads, caches_known, set_cut
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
@@ -652,12 +652,19 @@ class BatchPlans:
         self._cut_layers = {layer for knockouts in cuts for layer in knockouts.layers}
         for layer in self._cut_layers:
             self._attention(layer).cut = partial(self._cut, layer)
+            set_cut(self._attention(layer), partial(self._is_cut, layer))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.release(self._points)
         for layer in self._cut_layers:
             self._attention(layer).cut = None
+            set_cut(self._attention(layer), None)
+
+    def _is_cut(self, layer: int, rows: BatchRows) -> bool:
+        running = (request.running for request in self._requests[rows.index : rows.index + (rows.size or 1)])
+        cuts = (each.knockouts for each in running if each is not None)
+        return any(knockouts is not None and layer in knockouts.layers for knockouts in cuts)
 
     def _cut(
         self,

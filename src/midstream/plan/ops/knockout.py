@@ -128,5 +128,4 @@ class Knockouts:
 
 def _within(positions: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """bool, which positions lie in one of the ranges."""
-    within: np.ndarray = ((positions[:, None] >= ranges[:, 0]) & (positions[:, None] < ranges[:, 1])).any(1)
-    return within
+    return np.any((positions[:, None] >= ranges[:, 0]) & (positions[:, None] < ranges[:, 1]), 1)  # type: ignore[no-any-return]
