@@ -231,7 +231,7 @@ def _watch_functions() -> bool:
 @functools.cache
 def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def midstream_attention(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
+    def midstream_attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         heads = getattr(module, "_modules", {}).get(HEADS)
         if heads is not None and (heads._forward_pre_hooks or heads._forward_hooks):
             heads.settings = AttentionSettings(
@@ -239,9 +239,9 @@ def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs.get("softcap"),
                 kwargs.get("sliding_window"),
                 kwargs.get("s_aux"),
-                mask,
+                args[0] if args else kwargs.get("attention_mask"),
             )
             query, key, value = heads.through(getattr(module, "layer_idx", None), query, key, value)
-        return function(module, query, key, value, mask, **kwargs)
+        return function(module, query, key, value, *args, **kwargs)
 
     return midstream_attention
