@@ -62,8 +62,14 @@ def compared(name: str, size: str) -> dict[str, Any]:
     ranks = SIZES[size] if size != ONE else {}
     with tempfile.TemporaryDirectory() as directory, forked(server=False):
         path = tiny_models.build(name, Path(directory), architecture)
-        engine = {"max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1, **ranks, **architecture.engine}
-        return asdict(compare.compare(str(path), name=name, prompts=PROMPTS, **engine))
+        engine = {
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.1,
+            **ranks,
+            **architecture.engine,
+        }
+        return asdict(compare.compare(str(path), name=name, prompts=PROMPTS, dtype=architecture.dtype, **engine))
 
 
 def _send_compared(name: str, size: str, log: Path, to: Connection) -> None:
@@ -140,9 +146,116 @@ def comparison(line: dict[str, Any]) -> Comparison:
     return Comparison(line["name"], line["architecture"], line["route"], tuple(line["sites"]), found)
 
 
+def largest(line: dict[str, Any] | None) -> str:
+    """The largest difference of a size; an empty text if it was not measured."""
+    if line is None:
+        return ""
+    return f"{line['largest']:.1e}" if "largest" in line else str(comparison(line).largest())
+
+
+def together(row: Comparison, entries: tuple[str, ...]) -> str:
+    """The largest of several differences; why there is none, if one is missing."""
+    notes = [row.differences[entry].note for entry in entries if row.differences[entry].value is None]
+    return notes[0] if notes else str(row.largest(entries))
+
+
+def summary(results: Results, names: list[str]) -> str:
+    sites = [site for site in (*LAYER_SITES, *MODEL_SITES) if site not in ("logits", "samples")]
+    reads = tuple(entry for entry in compare.READS if entry not in (*QKV, compare.PROBABILITIES, "router"))
+    lines = [
+        "| model | transformers class | route in vLLM | sites | reads | edits | queries, keys, values | probabilities | router | TP=2 | PP=2 |",
+        "|---" * 11 + "|",
+    ]
+    for name in names:
+        row = comparison(results[name, ONE])
+        own = [site for site in sites if site != "router" or site in row.sites]  # only a mixture of experts has routers
+        lacking = [site for site in own if site not in row.sites]
+        many = len(lacking) > len(own) // 2
+        have = ", ".join(f"`{site}`" for site in (row.sites if many else lacking))
+        have = f"only {have}" if many else f"all but {have}" if have else "all"
+        cells = [
+            name,
+            f"`{row.architecture}`",
+            row.route,
+            have,
+            str(row.largest(reads)),
+            str(row.largest(tuple(compare.EDITS))),
+        ]
+        cells += [together(row, entries) for entries in (QKV, (compare.PROBABILITIES,), ("router",))]
+        cells += [largest(results.get((name, size))) for size in ("tp2", "pp2")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def class_of(name: str) -> str:
+    """The model's class in transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    return CLASSES[registry_models.ALL[name].model_type]
+
+
+def reasons(results: Results, names: list[str]) -> str:
+    """The other decoders of vLLM's registry, and why there are no numbers."""
+    import transformers
+    import vllm.model_executor.models.registry as registry
+
+    decoders = {**registry._TEXT_GENERATION_MODELS, **registry._TRANSFORMERS_SUPPORTED_MODELS}
+    covered = {class_of(name): name for name in names}
+    code = {
+        decoders[cls]: name for cls, name in covered.items() if cls in decoders and decoders[cls][0] != "transformers"
+    }
+    code[decoders["PhiMoEForCausalLM"]] = "phimoe"
+    lines = ["| class | reason |", "|---|---|"]
+    failed = {class_of(name): name for name in registry_models.ALL if (name, ONE) in results and name not in names}
+    for cls, name in failed.items():
+        reason = registry_models.REASONS.get(name) or results[name, ONE].get("error") or "it differs from transformers"
+        lines.append(f"| `{cls}` | {' '.join(reason.split())} |")
+    for cls, place in decoders.items():
+        if cls in covered or cls in failed or cls.endswith("ForConditionalGeneration"):
+            continue
+        said = f"transformers {transformers.__version__} has no such model"
+        lines.append(f"| `{cls}` | {f'vLLM runs the code of {code[place]}' if place in code else said} |")
+    return "\n".join(lines)
+
+
+def tables(results: Results) -> dict[str, str]:
+    """The tables by their marks in the page. A model whose values differ has a reason, and is in no table of numbers."""
+    names = [
+        name
+        for name in registry_models.ALL
+        if "differences" in results.get((name, ONE), {}) and name not in registry_models.REASONS
+    ]
+    rows = [comparison(results[name, ONE]) for name in names]
+    lines = [results[name, ONE] for name in names]
+    dates, versions = sorted({line["date"] for line in lines}), sorted({line["vllm"] for line in lines})
+    ranks = sorted({line["date"] for (_, size), line in results.items() if size != ONE})
+    measured_on = (
+        f"Measured {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} on vLLM {', '.join(versions)}, CPU, float32; on two ranks "
+        f"{' to '.join(dict.fromkeys([ranks[0], ranks[-1]]))}."
+    )
+    notes = [f"- {name}: {note}" for name, note in registry_models.NOTES.items() if name in names]
+    return {
+        "summary": "\n".join([measured_on, "", summary(results, names), "", *notes]),
+        "unsupported": reasons(results, names),
+        "reads": compare.markdown_table(rows, tuple(compare.READS)),
+        "edits": compare.markdown_table(rows, tuple(compare.EDITS)),
+    }
+
+
+def write_tables(results: Results) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for part, table in tables(results).items():
+        between = re.compile(rf"(<!-- {part} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page, count = between.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
+        assert count == 1, f"{PAGE} has {count} places for the table {part!r}"
+    PAGE.write_text(page, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models to measure again; those without a result if none is given")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="models to measure again; those without a result if none is given"
+    )
     parser.add_argument("--ranks", default=ONE, choices=[ONE, "tp2", "pp2"], help="the engine's ranks")
     parser.add_argument("--tables", action="store_true", help="write the tables and measure nothing")
     arguments = parser.parse_args()
@@ -150,6 +263,7 @@ def main() -> None:
     without = [name for name in registry_models.ALL if (name, arguments.ranks) not in known]
     if not arguments.tables:
         measure(arguments.names or without, arguments.ranks)
+    write_tables(read_results())
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ MODES: dict[str, dict[str, Any]] = {
         pytest.param(("gpt_neox", "eager"), marks=pytest.mark.matrix),
         pytest.param(("llama_transformers", "ranks"), marks=pytest.mark.matrix),
         pytest.param(("llama", "stages"), marks=pytest.mark.matrix),
-        pytest.param(("gemma2_transformers", "eager"), marks=pytest.mark.matrix),
     ],
     ids="-".join,
 )
@@ -66,7 +65,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "disable_log_stats": False,
         "enable_prefix_caching": True,
     }
-    with forked(), VLLM(str(path), **engine, **tiny_models.ARCHITECTURES[name].engine, **MODES[mode]) as model:
     engine |= tiny_models.ARCHITECTURES[name].engine
     with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
         yield model, Attended(path)

@@ -58,6 +58,8 @@ class Architecture:
     engine: Mapping[str, Any] = field(default_factory=dict)
     embedding_std: float = 0.4
     rtol: float = 1e-4  # how far vLLM's float32 logprobs may be from transformers', relative to the largest
+    zeroed: str = ""  # parameters with this in their names are 0
+    dtype: str = "float32"  # in which it is compared
 
     def config(self) -> PreTrainedConfig:
         special = {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
@@ -238,6 +240,9 @@ def restore_transformers() -> None:
 def _model(architecture: Architecture) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(architecture.config(), dtype=torch.float32).eval()
     _randomise(model, architecture.embedding_std)
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if architecture.zeroed and architecture.zeroed in name:
+            parameter.detach().zero_()
     return model
 
 

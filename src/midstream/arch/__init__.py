@@ -1,8 +1,8 @@
 """Finds the sites of any decoder-only model, from its structure and one probe forward."""
 
 from midstream.arch.blocks import ROLES
-from midstream.arch.detect import Architecture, detect
+from midstream.arch.detect import Architecture, detect, unknown_logits
 from midstream.arch.heads import split_heads
 from midstream.arch.routers import split_routers
 
-__all__ = ["ROLES", "Architecture", "detect", "split_heads", "split_routers"]
+__all__ = ["ROLES", "Architecture", "detect", "split_heads", "split_routers", "unknown_logits"]

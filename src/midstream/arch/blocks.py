@@ -117,8 +117,22 @@ def find_layout(probe: Probe, blocks: list[ModuleCall]) -> StreamLayout:
     """
     for block in blocks:
         stream_of(block)
+    check_rows(probe, blocks[0])
     seen = Counter(layout for pair in pairwise(blocks) if (layout := _handover(probe, *pair)) is not None)
     return seen.most_common(1)[0][0] if seen else _alone(probe, blocks[0])
+
+
+def check_rows(probe: Probe, block: ModuleCall) -> None:
+    """Raise ArchitectureError unless the stream has one row for each token. Several streams side by side have more (Gemma 3n)."""
+    like = stream_of(block)
+    rows = like.tensor.numel() // like.shape[-1]
+    ids = [leaf for call in probe.calls[:1] for leaf in call.inputs if not leaf.floating and leaf.shape]
+    counts = {count for leaf in ids for count in (leaf.tensor.numel(), leaf.shape[-1])}
+    if counts and rows not in counts:
+        raise ArchitectureError(
+            f"{block.path} ({type(block.module).__name__}) returned {describe(block.outputs)} for {ids[0].tensor.numel()} tokens; expected "
+            "one residual stream, with one row of hidden states for each token. midstream does not support models with several streams"
+        )
 
 
 def _handover(probe: Probe, block: ModuleCall, following: ModuleCall) -> StreamLayout | None:
@@ -276,6 +290,14 @@ def bind_final_norm(probe: Probe, last: ModuleCall, layout: StreamLayout, names:
         if out and not is_linear(call.module) and is_norm(call.module, call.path):
             return Binding(call.path, "output", out[0].ref)
     return None
+
+
+def returns_norm(probe: Probe, norm: Binding, like: Leaf) -> bool:
+    """Whether the hidden states that the model returns, if it returns any, are its final norm's value, and not a multiple of it."""
+    root, call = probe.calls[0], next(call for call in probe.calls if call.path == norm.path)
+    returned = stream_leaves(root.returned, like) if not root.path else []
+    value = next(leaf for leaf in call.outputs if leaf.ref == norm.hidden)
+    return not returned or returned[0].same(value)
 
 
 Sites = dict[tuple[str, int | None], Binding]
@@ -454,7 +476,7 @@ class DecoderBlock:
         """Queries, keys and values: the inputs of vLLM's attention, or of the module that `split_heads` has put before a function.
 
         None of them if there are several such modules, or if they take tensors of another shape (MLA). An attention that uses the keys and
-        values of another layer has only queries of its own.
+        values of another layer has only queries of its own. Values that are padded to the width of the keys are no site.
         """
         calls = [call for call in self.probe.within(attn.first) if (own := head_dims_of(call.module)) is not None]
         if len(calls) != 1:
@@ -469,29 +491,37 @@ class DecoderBlock:
             is_own = site == "attn_q" or not takes_other_kv(module)
             if is_own and size and width % size == 0 and leaf.tensor.numel() == rows * width and leaf.ref[0] in (0, 1):
                 found[site] = Binding(call.path, "input", leaf.ref, heads=(width // size, size))
-        return found if len(taken) == 3 and "attn_q" in found else {}
+        if len(taken) != 3 or "attn_q" not in found:
+            return {}
+        left = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []
+        if (
+            left and left[0].shape[-1] < found["attn_q"].heads[0] * own[2]
+        ):  # values with padding (multi-head latent attention)
+            found.pop("attn_v", None)
+        return found
 
     def _heads(self, attn: SubLayer, config: Any, head_dim: int | None) -> Binding | None:
         taken = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []
         if not taken or attn.projection is None:
             return None
         width = taken[0].shape[-1]
-        size = head_dim or _head_dim(attn.first.module, config)
+        size = _head_dim(attn.first.module) or head_dim or _head_dim_in(config)
         if not size or width % size:
             return None
         return Binding(attn.projection.path, "input", taken[0].ref, heads=(width // size, size))
 
 
-def _head_dim(module: Any, config: Any) -> int | None:
-    """The width of one head's value, which is the same on every tensor-parallel rank."""
-    for owner, names in ((module, ("v_head_dim", "head_dim", "head_size")), (config, ("v_head_dim", "head_dim"))):
-        for name in names:
-            size = getattr(owner, name, None)
-            if isinstance(size, int) and size > 0:
-                return size
+def _head_dim(owner: Any, names: tuple[str, ...] = ("v_head_dim", "head_dim", "head_size")) -> int | None:
+    """The width of one head's value that a module or config states. It is the same on every tensor-parallel rank."""
+    sizes = [getattr(owner, name, None) for name in names]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+def _head_dim_in(config: Any) -> int | None:
     hidden = getattr(config, "hidden_size", None)
     heads = getattr(config, "num_attention_heads", None)
-    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    return _head_dim(config, ("v_head_dim", "head_dim")) or derived
 
 
 # The kinds of modules, by their classes.

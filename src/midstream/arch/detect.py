@@ -31,6 +31,7 @@ from midstream.arch.blocks import (
     check_shapes,
     find_layout,
     is_a,
+    returns_norm,
     stream_of,
 )
 from midstream.arch.probe import Plant, Probe, planted_embedding, record, shapes_of
@@ -82,6 +83,7 @@ class Architecture:
         widths: for each binding, the number of elements of one token, in all heads together.
         shards: for a module's input or output, the leaves that are sharded. Heads and widths in `bindings` and `widths` are those of the
             full tensors.
+        returns_norm: whether the hidden states that the model returns are the value of `final_norm`. If not, the model scales them first.
     """
 
     num_layers: int
@@ -92,6 +94,7 @@ class Architecture:
     shapes: dict[str, str]
     widths: dict[tuple[str, int | None], int]
     shards: Shards = field(default_factory=dict)
+    returns_norm: bool = True
 
     def shard_of(self, binding: Binding) -> Shard | None:
         """The relation of this process's part of a site to the full value; None if this process has the full value."""
@@ -173,7 +176,7 @@ def detect(
         root: the model, or the part of it in this process.
         run: runs one uncompiled forward of a few tokens over `root`. The probe changes values during the forward, so its results, such as a
             prefix cache, must not be reused.
-        head_dim: width of a head; overrides the model's own.
+        head_dim: width of a head, for attention modules that do not state it.
         rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`; other names are only
             aliases.
         shards: finds the tensors that tensor-parallel ranks share.
@@ -202,6 +205,7 @@ def detect(
     if (norm := bind_final_norm(probe, last, layout, names)) is not None:
         bindings["final_norm", None] = norm
     arch = Architecture(
+        returns_norm=norm is None or returns_norm(probe, norm, stream_of(last)),
         num_layers=max(_indices(modules[container])) + 1,
         layers=tuple(sorted(calls)),
         hidden_size=stream_of(first).shape[-1],
@@ -317,6 +321,14 @@ def _the_container(
         f"{type(modules['']).__name__} has no list of layers under a standard name (layers, h, blocks, ...); its "
         f"lists are {', '.join(lists) or 'none'}. "
         f"Name it by rename={{{(lists[0] if lists else 'my_blocks')!r}: 'layers'}}"
+    )
+
+
+def unknown_logits(model: str) -> ArchitectureError:
+    """The error of `project_on_vocab` on a model whose logits are not those of its final norm's value alone."""
+    return ArchitectureError(
+        f"project_on_vocab: {model} changes its final norm's value, or its logits, in a way that midstream does not know. Read model.logits, "
+        "or call the model's own modules."
     )
 
 

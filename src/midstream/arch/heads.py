@@ -142,10 +142,9 @@ def settings_of(module: Any) -> AttentionSettings:
     Raises:
         ArchitectureError: this attention has a feature that is not supported.
     """
-    if isinstance(module, Heads):
-        if module.served_by is None:
-            return module.settings
-        module = module.served_by
+    if isinstance(module, Heads) and module.served_by is None:
+        return module.settings
+    module = _of_vllm(module)
     if (what := _unsupported(module)) is not None:
         raise ArchitectureError(
             f"attention_probabilities does not support {what}, which {module.layer_name} has: compute them from attn_q and attn_k."
@@ -157,6 +156,11 @@ def settings_of(module: Any) -> AttentionSettings:
         module.sliding_window,
         getattr(impl, "sinks", None),
     )
+
+
+def _of_vllm(module: Any) -> Any:
+    """vLLM's attention module, also where `module` is a child of transformers' attention that calls it."""
+    return module.served_by if isinstance(module, Heads) else module
 
 
 def _unsupported(module: Any) -> str | None:
@@ -186,6 +190,7 @@ def set_cut(module: Any, test: Callable[[Any], bool] | None) -> None:
 
 def why_not_again(module: Any) -> str | None:
     """Why midstream cannot compute the outputs of vLLM's attention again; None if it can."""
+    module = _of_vllm(module)
     what = _unsupported(module)
     if what is None and getattr(module, "attn_type", "decoder") != "decoder":
         what = "attention in both directions"
@@ -202,8 +207,8 @@ class Heads(nn.Module):
         shares_kv: whether the attention takes keys and values of another layer.
         served_by: vLLM's attention module, which the attention function calls on vLLM.
         settings: those of the last call, if there is no such module.
-        cut: takes the settings of a call, and its queries, keys, values, `[B, heads, tokens, head_dim]` each, and outputs, `[B, T, N, E]`;
-            returns new outputs. None to leave them.
+        cut: takes the settings of a call, and its queries, keys, values, `[B, heads, tokens, head_dim]` each, and outputs, `[B, T, N, E]`
+            on transformers and `[T, N * E]` on vLLM; returns new outputs. None to leave them.
     """
 
     served_by: Any
@@ -311,20 +316,20 @@ def _watch_functions() -> bool:
 @functools.cache
 def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def midstream_attention(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
+    def midstream_attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         heads = getattr(module, "_modules", {}).get(HEADS)
         if heads is None:
-            return function(module, query, key, value, mask, **kwargs)
+            return function(module, query, key, value, *args, **kwargs)
         if heads._forward_pre_hooks or heads._forward_hooks or heads.cut is not None:
             heads.settings = AttentionSettings(
                 kwargs.get("scaling") or query.shape[-1] ** -0.5,
                 kwargs.get("softcap"),
                 kwargs.get("sliding_window"),
                 kwargs.get("s_aux"),
-                mask,
+                args[0] if args else kwargs.get("attention_mask"),
             )
             query, key, value = heads.through(getattr(module, "layer_idx", None), query, key, value)
-        found = function(module, query, key, value, mask, **kwargs)
+        found = function(module, query, key, value, *args, **kwargs)
         return found if heads.cut is None else (heads.cut(heads.settings, query, key, value, found[0]), *found[1:])
 
     return midstream_attention

@@ -14,7 +14,10 @@ from enum import Enum
 from midstream.errors import UnsupportedVersionError
 
 OLDEST, NEWEST = (0, 26), (0, 33)  # the versions of vLLM that the table fits
-_V1, _V2 = "0.26 to 0.33", "0.26, 0.32 and 0.33"  # the versions on which tests have run, with the V1 and with the V2 model runner
+_V1, _V2 = (
+    "0.26 to 0.33",
+    "0.26, 0.32 and 0.33",
+)  # the versions on which tests have run, with the V1 and with the V2 model runner
 
 
 class Does(Enum):

@@ -22,7 +22,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from midstream.arch import Architecture, detect, split_heads
+from midstream.arch import Architecture, detect, split_heads, unknown_logits
 from midstream.arch.aliases import Aliases
 from midstream.arch.heads import why_not_again
 from midstream.engine.adapters import Adapters
@@ -224,6 +224,8 @@ class Worker(PlatformWorker):
         compute_logits: Any = model.compute_logits
 
         def unembed(hidden: torch.Tensor) -> torch.Tensor:
+            if not arch.returns_norm:
+                raise unknown_logits(type(model).__name__)
             norm = model.get_submodule(arch.binding("final_norm").path)
             normed = norm(hidden.to(config.model_config.dtype))
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair

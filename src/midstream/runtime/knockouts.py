@@ -11,6 +11,7 @@ head dims.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import nn
 
 from midstream import hooks
 from midstream.arch import Architecture
-from midstream.arch.heads import AttentionSettings, set_cut, settings_of
+from midstream.arch.heads import AttentionSettings, Heads, set_cut, settings_of
 from midstream.errors import MidstreamError
 from midstream.plan.ops.knockout import Knockouts
 from midstream.sites import Binding
@@ -127,7 +128,7 @@ class AttentionCuts:
         }
         self._requests: dict[str, _Request] = {}
         self._needed = Counter[int]()
-        self._handles: dict[int, hooks.Handle] = {}
+        self._undo: dict[int, Callable[[], None]] = {}  # by layer, what takes its hook off
         self._step: list[_Rows] = []
 
     def begin(self, name: str, knockouts: Knockouts) -> None:
@@ -136,17 +137,17 @@ class AttentionCuts:
         for layer in knockouts.layers:
             if layer in self._bindings:  # the others are on other stages
                 self._needed[layer] += 1
-                if layer not in self._handles:
+                if layer not in self._undo:
                     module = self._model.get_submodule(self._bindings[layer][0].path)
-                    self._handles[layer] = hooks.after_call(module, partial(self._cut, layer, module))
+                    self._undo[layer] = self._watch(layer, module)
                     set_cut(module, partial(self._is_cut, layer))
 
     def end(self, name: str) -> None:
         """A request has ended."""
         for layer in self._requests.pop(name).knockouts.layers:
             self._needed[layer] -= 1
-            if self._needed[layer] <= 0 and layer in self._handles:
-                self._handles.pop(layer).remove()
+            if self._needed[layer] <= 0 and layer in self._undo:
+                self._undo.pop(layer)()
                 set_cut(self._model.get_submodule(self._bindings[layer][0].path), None)
 
     def begin_step(self, layout: BatchLayout) -> None:
@@ -172,17 +173,45 @@ class AttentionCuts:
                 request.known = 0
         self._step = []
 
+    def _watch(self, layer: int, module: Any) -> Callable[[], None]:
+        """See every call of a layer's attention; the function that ends this."""
+        if isinstance(module, Heads):
+            module.cut = partial(self._cut_in_transformers, layer, module)
+            return partial(setattr, module, "cut", None)
+        return hooks.after_call(module, partial(self._cut_in_vllm, layer, module)).remove
+
     def _is_cut(self, layer: int, rows: Any) -> bool:
         return any(rows.start == each.start and layer in each.request.knockouts.layers for each in self._step)
 
-    def _cut(self, layer: int, module: Any, args: Any, kwargs: Any, z: torch.Tensor) -> torch.Tensor | None:
+    def _cut_in_vllm(self, layer: int, module: Any, args: Any, kwargs: Any, z: torch.Tensor) -> torch.Tensor | None:
         if not self._step or is_in_body():
             return None
         q, k, v = (follow((args, kwargs), binding.hidden) for binding in self._bindings[layer])
         heads, of_qk = module.num_heads, module.head_size
         q_TND, z_TNE = q.reshape(-1, heads, of_qk), z.view(-1, heads, z.shape[-1] // heads)
         k_TKD, v_TKE = k.reshape(len(q_TND), -1, of_qk), v.reshape(len(q_TND), -1, z_TNE.shape[-1])
-        settings = settings_of(module)
+        self._cut(layer, module, q_TND, k_TKD, v_TKE, z_TNE)
+        return z
+
+    def _cut_in_transformers(
+        self, layer: int, module: Heads, _: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor
+    ) -> torch.Tensor:
+        if self._step and not is_in_body():
+            q_TND, k_TKD, v_TKE = (value[0].transpose(0, 1) for value in (q, k, v))
+            self._cut(layer, module, q_TND, k_TKD, v_TKE, z.view(len(q_TND), q_TND.shape[1], -1))
+        return z
+
+    def _cut(
+        self,
+        layer: int,
+        module: Any,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKE: torch.Tensor,
+        z_TNE: torch.Tensor,
+    ) -> None:
+        """Write the outputs of a layer's attention without the edges that plans cut over `z_TNE`."""
+        settings, heads = settings_of(module), q_TND.shape[1]
         for request, start, stop, first in self._step:
             if layer not in request.knockouts.layers:
                 continue
@@ -201,7 +230,6 @@ class AttentionCuts:
             )
             if again is not None:
                 own_tNE[again[0]] = again[1]
-        return z
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from midstream.arch import detect, split_heads, split_routers
+from midstream import hooks
+from midstream.arch import detect, split_heads, split_routers, unknown_logits
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
@@ -112,6 +113,7 @@ class LanguageModel(TraceModel):
     _has_logprobs = False
 
     has_engine = False
+    _can_unembed = True
 
     def __init__(
         self,
@@ -144,27 +146,41 @@ class LanguageModel(TraceModel):
         weakref.finalize(self, self.sinks.close)
         self._lock = threading.RLock()
         self._numbers = itertools.count()  # request ids
-        config = module.config.get_text_config()
         split_routers(module, rename)
         split_heads(module)
-        self.arch = detect(
-            module,
-            self._probe,
-            head_dim=getattr(config, "head_dim", None),
-            rename=rename,
-        )
+        self.arch = detect(module, self._probe, rename=rename)
         modules = dict(module.named_modules())
         aliases = Aliases(rename, modules)
         aliases.warn(modules)
         self._interleaver = Interleaver(module, self.arch.order, aliases=aliases)
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
         self._envoy._generator = Generation()
+        self._can_unembed = self._unembeds_as_the_model()
 
-    def _probe(self) -> None:
+    def _probe(self) -> Any:
         with torch.no_grad():
-            self.module(input_ids=torch.tensor([[0, 1, 2]], device=self.module.device), use_cache=False)
+            return self.module(input_ids=torch.tensor([[0, 1, 2]], device=self.module.device), use_cache=False)
+
+    @torch.no_grad()
+    def _unembeds_as_the_model(self) -> bool:
+        """Whether `_unembed` gives the model's logits. A model may scale what it projects, or the logits, in a way of its own."""
+        if ("final_norm", None) not in self.arch.bindings or self.module.get_output_embeddings() is None:
+            return True
+        seen: list[torch.Tensor] = []
+        norm = self.module.get_submodule(self.arch.binding("final_norm").path)
+        handle = hooks.before(norm, lambda args, kwargs: seen.append((*args, *kwargs.values())[0]))
+        try:
+            logits = getattr(self._probe(), "logits", None)
+        finally:
+            handle.remove()
+        if logits is None:
+            return True
+        difference = (self._unembed(seen[-1]).to(logits) - logits).abs().max()
+        return bool(difference <= logits.abs().max() * torch.finfo(logits.dtype).eps ** 0.5)
 
     def _unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._can_unembed:
+            raise unknown_logits(type(self.module).__name__)
         norm = self.module.get_submodule(self.arch.binding("final_norm").path)
         head = self.module.get_output_embeddings()
         config = self.module.config.get_text_config()
