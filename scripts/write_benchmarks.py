@@ -175,6 +175,17 @@ TABLES = {
         },
         {"subject": "plans", "hardware": H200, "load": ARRIVING, **LARGE, **V2, **OF_STOCK},
     ),
+    "captured prompts": Table(
+        "captured",
+        {
+            **CAPTURED,
+            "four layers, by vLLM's own `extract_hidden_states`, to disk": {
+                "row": "every token written by vLLM's extract_hidden_states, 4 of 32 layers"
+            },
+        },
+        {"speed, of stock": OF_STOCK, "captured, GB/s": {"unit": "GB/s"}},
+        {"subject": "plans", "hardware": H200, "load": "prompts, async, 256 requests", **LARGE, **V2},
+    ),
     "captures": Table(
         "seconds",
         named("by a plan", "by a trace"),
