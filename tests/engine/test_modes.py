@@ -7,11 +7,13 @@ from typing import Any
 
 import mode_checks
 import pytest
+import torch
 from engines import alive, start, timed
 from forked import forked
 from modes import MODES, Mode
+from oracle import Plain, close
 
-from midstream import VLLM
+from midstream import VLLM, Capture, Steer
 from midstream.errors import MidstreamError
 
 pytestmark = pytest.mark.engine
@@ -46,6 +48,26 @@ def test_a_steer_that_reaches_no_row_is_seen(checks: Any) -> None:
     plans = [[checks.late, *checks.capture]] * mode_checks.COUNT
     with pytest.raises(AssertionError):
         checks.checked(plans, lambda number, prompt: None)
+
+
+def test_plans_with_structured_outputs(engine: VLLM, plain: Plain) -> None:
+    """The choices limit the tokens and not the rows: those of transformers with the edit, on the tokens that came out."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    vector = torch.randn(engine.hidden_size, generator=torch.Generator().manual_seed(0)) * 4
+    steer = Steer("resid_post", layers=3, vector=vector)
+    choices = [" Rome was", " Madrid was"]
+    plan = [steer, Capture("resid_post", layers=5, positions="all")]
+    prompts = [mode_checks.PROMPTS[1]] * 2
+    greedy = {"max_tokens": 4, "temperature": 0.0}
+    limits = StructuredOutputsParams(choice=choices)
+    outputs = engine.generate(prompts, plan=[plan, plan[1:]], structured_outputs=limits, **greedy)
+    for output, edits in zip(outputs, ({("resid_post", 3): lambda h: h + vector}, None), strict=True):
+        assert output.outputs[0].text in choices
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        rows = output.captures["resid_post", 5]
+        close(rows, plain.run(ids, edits).sites["resid_post", 5][: len(rows)])
+        assert len(rows) >= len(ids) - 1
 
 
 @pytest.mark.matrix

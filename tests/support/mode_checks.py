@@ -69,10 +69,10 @@ class Checks:
     """The checks of a running engine.
 
     Args:
+        mode: as it is checked here.
         model: the engine, in the mode.
         oracle: the model on transformers.
-        far: the mode's tolerance, relative to the largest value.
-        disturb: what is done to the engine before each check: puts it to sleep, for example.
+        rounds: how often each batch runs.
     """
 
     def __init__(self, mode: Mode, model: Any, oracle: Any, rounds: int = ROUNDS) -> None:

@@ -95,6 +95,13 @@ def _elsewhere(name: str, argument: str, plans: str, traces: str, *tests: str) -
 MODES = [
     _elsewhere("LoRA", "enable_lora=True", "yes", "yes", "tests/engine/test_adapters.py"),
     _elsewhere("mixtures of experts", "", "yes", "yes", "tests/engine/test_router.py"),
+    _elsewhere(
+        "structured outputs",
+        "structured_outputs=StructuredOutputsParams(...)",
+        "yes",
+        "untested",
+        "tests/engine/test_modes.py::test_plans_with_structured_outputs",
+    ),
     Mode(
         "compressed-tensors, INT8",
         "a W8A8 checkpoint",
@@ -135,8 +142,8 @@ MODES = [
     ),
     Mode(
         "speculative decoding, n-grams",
-        'speculative_config={"method": "ngram", ...}',
-        {"speculative_config": _NGRAM, **_COUNTED},
+        'speculative_config={"method": "ngram", ...}, async_scheduling=False',
+        {"speculative_config": _NGRAM, "async_scheduling": False, **_COUNTED},
         cpu="ci",
         plans=_NO_ROWS,
         traces="`TraceError`",
