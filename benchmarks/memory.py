@@ -6,7 +6,8 @@
 
 `collect` writes rows to a directory, in a call for each step of rows. `load` reads them by `store.loader`, one epoch. `stream` takes
 batches of `model.activations`. After each step (a tenth of the rows) the script prints the memory of each process in MB: anonymous and
-shared memory, without the pages of files that the system may drop. The growth is that from the third step, when all buffers are full, to the last one.
+shared memory, without the pages of files that the system may drop. The growth is that from the third step, when all buffers are full, to
+the last one.
 """
 
 from __future__ import annotations
