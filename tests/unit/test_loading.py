@@ -373,7 +373,9 @@ def test_a_store_of_some_prompts_reads_their_lines_alone(tmp_path: Path, monkeyp
     listing = Listing(tmp_path)
     listing.refresh()
     added = []
-    monkeypatch.setattr(Store, "_add", lambda self, path, line, add=Store._add: added.append(line) or add(self, path, line))
+    monkeypatch.setattr(
+        Store, "_add", lambda self, path, line, add=Store._add: added.append(line) or add(self, path, line)
+    )
     some = Store(tmp_path, ["c", "a", "missing"], listing)
     assert list(some) == ["c", "a"] and len(added) == 2
     assert some["c"]["resid_post", 3].unique().tolist() == [float(ord("c"))]
