@@ -6,7 +6,8 @@
 
 `collect` writes rows to a directory, in a call for each step of rows. `load` reads them by `store.loader`, one epoch. `stream` takes
 batches of `model.activations`. After each step (a tenth of the rows) the script prints the memory of each process in MB: anonymous and
-shared memory, without the pages of files that the system may drop. The growth is that from the second step to the last one.
+shared memory, without the pages of files that the system may drop. The growth is that from the third step, when all buffers are full, to
+the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from figures import Results
 from side_by_side import add_arguments, settle, start_engine
 
 STEPS = 10
-WARM = 2  # steps until caches and pools are filled
+WARM = 3  # steps until caches and both buffers are filled
 LAYERS = 4
 WAYS = ("collect", "load", "stream")
 BATCH = 4096

@@ -20,6 +20,7 @@ from forked import forked
 
 from midstream import VLLM, Capture, Patch, Plan, Steer, open_captures
 from midstream.commands import collect as collect_command
+from midstream.engine import launch
 from midstream.errors import CaptureError, ParameterError
 from midstream.runtime.request import Tier
 
@@ -313,9 +314,9 @@ def test_a_collection_is_of_one_adapter(adapted, merged, requests, tmp_path):
 def test_the_command_collects_with_an_adapter(adapted, base, merged, paths, requests, tmp_path, monkeypatch):
     """On an engine that knows the adapters by numbers of its own."""
     started = []
-    adapter = collect_command.adapter_at(str(paths["blue"]))
+    adapter = launch.adapter_at(str(paths["blue"]))
     assert (adapter.lora_name, adapter.lora_path) == ("blue", str(paths["blue"].resolve()))
-    monkeypatch.setattr(collect_command, "adapter_at", lambda path: requests[Path(path).name])
+    monkeypatch.setattr(launch, "adapter_at", lambda path: requests[Path(path).name])
     monkeypatch.setattr(collect_command, "start_model", lambda *given: started.append(given) or nullcontext(adapted))
     (tmp_path / "prompts.jsonl").write_text(json.dumps(EIFFEL))
     given = [str(base), "--prompts", str(tmp_path / "prompts.jsonl"), "--to", str(tmp_path / "rows")]

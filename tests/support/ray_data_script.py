@@ -34,14 +34,14 @@ def plan() -> Any:
     return [Capture("resid_post", layers=[2, 5], positions="all")]
 
 
-def lose(rows: Path, writers: int, least: int, kill: Callable[[int], Any], lost: list[int]) -> None:
-    """Call `kill` with an actor's process once so many have written `least` prompts, and this one only a part of a batch."""
+def lose(rows: Path, least: int, kill: Callable[[int], Any], lost: list[int]) -> None:
+    """Call `kill` with the process of the first actor that has written `least` prompts: a part of its first batch."""
     while True:
         lines = {path: path.read_bytes().count(b"\n") - 1 for path in rows.glob("index-*.jsonl")}
-        if len(lines) == writers and min(lines.values()) >= least:
-            first = min(lines, key=lambda path: lines[path])
-            lost += [int(first.stem.split("-")[-2]), lines[first]]
-            return kill(lost[0])
+        for index, there in lines.items():
+            if there >= least:
+                lost += [int(index.stem.split("-")[-2]), there]
+                return kill(lost[0])
         time.sleep(0.01)
 
 
@@ -81,10 +81,10 @@ def main(directory: Path, engine: dict[str, Any]) -> None:
     given: dict[str, Any] = {"model": demo_model(), "plan": plan(), "num_gpus": 0, "batch_size": 40, **PARAMS}
     on_transformers = {"backend": "transformers", "engine": {"dtype": "float32"}}
     killed, removed = list[int](), list[int]()
-    threading.Thread(target=lose, args=(directory / "killed", 1, 0, kill, killed), daemon=True).start()
+    threading.Thread(target=lose, args=(directory / "killed", 0, kill, killed), daemon=True).start()
     of_killed = midstream.ray.collect(prompts(), to=directory / "killed", **given, **on_transformers).take_all()
     rows = directory / "rows"
-    threading.Thread(target=lose, args=(rows, 2, 5, remove_node, removed), daemon=True).start()
+    threading.Thread(target=lose, args=(rows, 5, remove_node, removed), daemon=True).start()
     first = midstream.ray.collect(prompts(), to=rows, engine=engine, **given).take_all()
     wrong = {**engine, "no_such_argument": 1}  # an engine would not start
     dataset = ray.data.from_items([{"text": prompt, "key": i} for i, prompt in enumerate(prompts())])

@@ -161,14 +161,6 @@ def start_model(name: str, backend: str, engine: Mapping[str, Any]) -> TraceMode
     return VLLM(name, **engine)
 
 
-def adapter_at(path: str) -> Any:
-    """A LoRA adapter, named after the last part of its path or name."""
-    from vllm.lora.request import LoRARequest
-
-    directory = Path(path).expanduser()
-    return LoRARequest(Path(path).name, 1, str(directory.resolve()) if directory.is_dir() else path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -215,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.adapter is not None:
         if args.backend == "transformers":
             parser.error("--adapter: a model on transformers has no adapters; allowed with --backend vllm")
-        engine, params = {"enable_lora": True} | engine, {**params, "lora_request": adapter_at(args.adapter)}
+        from midstream.engine import launch
+
+        engine, params = {"enable_lora": True} | engine, {**params, "lora_request": launch.adapter_at(args.adapter)}
     prompts, ids = read_prompts(args.prompts, args.column, args.id_column, args.shard)
     try:
         with start_model(args.model, args.backend, engine) as model:

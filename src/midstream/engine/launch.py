@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -334,6 +335,14 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
             f"sample, of {sum(map(len, prompts))} tokens together do not fit into max_num_batched_tokens={budget}, "
             f"max_num_seqs={scheduler.max_num_seqs}."
         )
+
+
+def adapter_at(path: str) -> Any:
+    """The LoRARequest of the adapter at a path, or of a name at the Hugging Face hub. It is named after the last part of either."""
+    from vllm.lora.request import LoRARequest
+
+    directory = Path(path).expanduser()
+    return LoRARequest(Path(path).name, 1, str(directory.resolve()) if directory.is_dir() else path)
 
 
 def check_adapter(config: Any, adapter: Any) -> None:
