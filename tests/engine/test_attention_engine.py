@@ -44,7 +44,6 @@ MODES: dict[str, dict[str, Any]] = {
         pytest.param(("gpt_oss", "eager"), marks=pytest.mark.matrix),
         pytest.param(("llama", "ranks"), marks=pytest.mark.matrix),
         pytest.param(("llama", "stages"), marks=pytest.mark.matrix),
-        pytest.param(("gemma2_transformers", "eager"), marks=pytest.mark.matrix),
     ],
     ids="-".join,
 )
@@ -61,7 +60,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "disable_log_stats": False,
         "enable_prefix_caching": True,
     }
-    engine |= tiny_models.ARCHITECTURES[name].engine
     with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
         yield model, Attended(path)
         assert not alive(model)
