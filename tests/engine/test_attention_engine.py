@@ -65,7 +65,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "disable_log_stats": False,
         "enable_prefix_caching": True,
     }
-    engine |= tiny_models.ARCHITECTURES[name].engine
     with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
         yield model, Attended(path)
         assert not alive(model)

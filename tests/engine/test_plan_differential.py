@@ -136,7 +136,7 @@ class Requests:
         kinds = self.random.random()
         edits = [self.intervention(length) for _ in range(0 if kinds < 0.15 else self.random.randint(1, 3))]
         edits = [self.gated(edit) if self.random.random() < 0.3 else edit for edit in edits]
-        edits += [self.knockout(length)] if self.others.random() < 0.12 else []
+        edits += [self.knockout(length)] if self.others.random() < 0.06 else []
         captures = [self.capture(length) for _ in range(self.random.choice([0, 1, 1, 2]))]
         return edits + captures + [self.probe(f"p{i}") for i in range(self.random.choice([0, 0, 0, 1, 2]))]
 
@@ -160,7 +160,7 @@ class Requests:
 def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
     """D2, D4, E1, E3: whatever shares the engine with a request, and however it is scheduled."""
     requests = Requests(20261121)
-    hits = planned_hits = chunked = captured_rows = scored = stopped = 0
+    hits = planned_hits = chunked = captured_rows = scored = stopped = knocked = 0
     for first in range(0, REQUESTS, BATCH):
         prompts = [requests.prompt() for _ in range(BATCH)]
         plans = [requests.plan(len(prompt)) for prompt in prompts]
@@ -189,6 +189,7 @@ def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
             hits += mine.num_cached_tokens > 0
             planned_hits += mine.num_cached_tokens > 0 and bool(plan)
             chunked += len(prompt) > 64
+            knocked += any(item.at_attention for item in plan)
     preemptions = sum(m.value for m in crowded.engine.get_metrics() if m.name == "vllm:num_preemptions")
     assert preemptions >= 2 and hits >= 10 and planned_hits >= 8 and chunked >= 30, (
         preemptions,
@@ -196,7 +197,12 @@ def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
         planned_hits,
         chunked,
     )
-    assert captured_rows > 1000 and scored > 1000 and stopped > 5, (captured_rows, scored, stopped)
+    assert captured_rows > 1000 and scored > 1000 and stopped > 5 and knocked > 5, (
+        captured_rows,
+        scored,
+        stopped,
+        knocked,
+    )
     assert not alive(crowded)
 
 

@@ -227,7 +227,7 @@ def test_edges_are_knocked_out_by_json(server: Server, client: openai.OpenAI, re
     assert complete(client, FRANCE, field(knockout)).choices[0].text == text != reference.text(FRANCE)
     with Remote(server.url, MINE) as remote:
         plan = Knockout(queries=-1, keys=Span(" France"))
-        (output,) = remote.generate(FRANCE, plan=plan, max_tokens=TOKENS, temperature=0.0)
+        (output,) = remote.generate(FRANCE, plan=plan, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         assert output.outputs[0].text == text
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from limits import examples
 from plan_strategies import RUNS, VECTORS, edits, meaning, plans
 
-from midstream import Capture, Clamp, Patch, Plan, RecordedRun, Span, Steer
+from midstream import Capture, Clamp, Knockout, Patch, Plan, RecordedRun, Span, Steer
 from midstream.errors import PlanError
 from midstream.plan.compile import PlanKeys, changes_kv, lowest_captured
 from midstream.plan.values import Named, with_digests
@@ -183,6 +183,10 @@ def z_clamp(**fields):
 
 
 # One row for each protection: (plan, its length), (other plan, its length), the first end at which they part; None for never.
+def cut(**options):
+    return Knockout(**{"layers": 0, "keys": 1, "queries": 2} | options)
+
+
 PARTING = {
     "a plan and none": ((steer(), 4), (None, 4), 1),
     "decode edits leave the prompt shared": ((steer(phase="decode"), 4), (None, 4), 5),
@@ -225,6 +229,15 @@ PARTING = {
     "heads in another order": ((of_head([2, 1]), 4), (of_head([1, 2]), 4), None),
     "the last layer's output": ((steer(layers=1), 4), (None, 4), None),
     "the last layer's input": ((Steer("resid_pre", layers=1, vector=VECTORS[0]), 4), (None, 4), 1),
+    "a knockout": ((cut(), 5), (None, 5), 3),
+    "a knockout of the last layer": ((cut(layers=1), 5), (None, 5), None),
+    "a knockout of all queries": ((cut(queries=None), 5), (None, 5), 1),
+    "a knockout of generated queries": ((cut(queries=None, phase="decode"), 5), (None, 5), 6),
+    "another key of a knockout": ((cut(), 5), (cut(keys=0), 5), 3),
+    "another head of a knockout": ((cut(head=1), 5), (cut(head=2), 5), 3),
+    "a key counted from the end": ((cut(), 5), (cut(keys=-4), 5), None),
+    "a key counted from another end": ((cut(keys=-4), 6), (cut(keys=-4), 5), 3),
+    "knockouts in another order": (([cut(), cut(keys=0)], 5), ([cut(keys=0), cut()], 5), None),
     "scale 0": ((steer(scale=0), 4), (None, 4), None),
     "captures": ((Capture("resid_post"), 4), (None, 4), None),
     "clamps in another order": (
@@ -283,6 +296,11 @@ def test_the_lowest_captured_position(plan, length):
 def test_generated_positions_are_no_reason_to_recompute():
     assert lowest_captured(Plan.of(Capture("resid_post", positions="all_generated")), 7) is None
     assert lowest_captured(Plan.of(Capture("resid_post")), 7) == 6
+
+
+def test_a_knockout_needs_all_positions():
+    """N2: their keys and values."""
+    assert lowest_captured(Plan.of([Capture("resid_post"), cut()]), 7) == 0
     assert lowest_captured(Plan.of(steer()), 7) is None
 
 

@@ -129,7 +129,7 @@ REFUSED = [
     (lambda: Consumer("a", x=2**63), {}, r"^Consumer options\['x'\] is 9223372036854775808; allowed: strings, finite numbers"),
     (lambda: Plan.of(3), {}, r"^the plan is 3; allowed: a Plan, interventions, a wire form, JSON, or None\.$"),
     (lambda: Plan.of(torch.tensor(1.0)), {}, r"^the plan is a Tensor of shape \[\] and dtype torch\.float32; allowed: a Plan"),
-    (lambda: Plan.of([steer(), V]), {}, r"^plan\[1\] is \[1\.0, 2\.0, 2\.0\]; allowed: Steer, Patch, Clamp, Apply, When, Probe or"),
+    (lambda: Plan.of([steer(), V]), {}, r"^plan\[1\] is \[1\.0, 2\.0, 2\.0\]; allowed: Steer, Patch, Clamp, Apply, When, Knockout"),
     (lambda: Plan.of("steer it"), {}, r"^The plan is not JSON: "),
     (steer, {"layer": 3}, r"^Steer has no layer: did you mean 'layers'\?$"),
     (patch, {"layers": 3}, r"^Patch has no layers: did you mean 'layer' or 'source_layer'\?$"),
