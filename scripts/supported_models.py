@@ -12,6 +12,7 @@ there are none. So a run that stops goes on with the models that are left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -62,7 +63,13 @@ def compared(name: str, size: str) -> dict[str, Any]:
     ranks = SIZES[size] if size != ONE else {}
     with tempfile.TemporaryDirectory() as directory, forked(server=False):
         path = tiny_models.build(name, Path(directory), architecture)
-        engine = {"max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1, **ranks, **architecture.engine}
+        engine = {
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.1,
+            **ranks,
+            **architecture.engine,
+        }
         return asdict(compare.compare(str(path), name=name, prompts=PROMPTS, dtype=architecture.dtype, **engine))
 
 
@@ -91,10 +98,8 @@ def measured(name: str, size: str, logs: Path) -> dict[str, Any]:
     except EOFError:
         process.join(10)
         found = {"error": f"the process died with exit code {process.exitcode}"}
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.join()
     import vllm
 
@@ -156,10 +161,20 @@ def together(row: Comparison, entries: tuple[str, ...]) -> str:
 def summary(results: Results, names: list[str]) -> str:
     sites = [site for site in (*LAYER_SITES, *MODEL_SITES) if site not in ("logits", "samples")]
     reads = tuple(entry for entry in compare.READS if entry not in (*QKV, compare.PROBABILITIES, "router"))
-    lines = [
-        "| model | transformers class | route in vLLM | sites | reads | edits | queries, keys, values | probabilities | router | TP=2 | PP=2 |",
-        "|---" * 11 + "|",
+    titles = [
+        "model",
+        "transformers class",
+        "route in vLLM",
+        "sites",
+        "reads",
+        "edits",
+        "q, k, v",
+        "probabilities",
+        "router",
+        "TP=2",
+        "PP=2",
     ]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in names:
         row = comparison(results[name, ONE])
         own = [site for site in sites if site != "router" or site in row.sites]  # only a mixture of experts has routers
@@ -167,7 +182,14 @@ def summary(results: Results, names: list[str]) -> str:
         many = len(lacking) > len(own) // 2
         have = ", ".join(f"`{site}`" for site in (row.sites if many else lacking))
         have = f"only {have}" if many else f"all but {have}" if have else "all"
-        cells = [name, f"`{row.architecture}`", row.route, have, str(row.largest(reads)), str(row.largest(tuple(compare.EDITS)))]
+        cells = [
+            name,
+            f"`{row.architecture}`",
+            row.route,
+            have,
+            str(row.largest(reads)),
+            str(row.largest(tuple(compare.EDITS))),
+        ]
         cells += [together(row, entries) for entries in (QKV, (compare.PROBABILITIES,), ("router",))]
         cells += [largest(results.get((name, size))) for size in ("tp2", "pp2")]
         lines.append(f"| {' | '.join(cells)} |")
@@ -188,7 +210,9 @@ def reasons(results: Results, names: list[str]) -> str:
 
     decoders = {**registry._TEXT_GENERATION_MODELS, **registry._TRANSFORMERS_SUPPORTED_MODELS}
     covered = {class_of(name): name for name in names}
-    code = {decoders[cls]: name for cls, name in covered.items() if cls in decoders and decoders[cls][0] != "transformers"}
+    code = {
+        decoders[cls]: name for cls, name in covered.items() if cls in decoders and decoders[cls][0] != "transformers"
+    }
     code[decoders["PhiMoEForCausalLM"]] = "phimoe"
     lines = ["| class | reason |", "|---|---|"]
     failed = {class_of(name): name for name in registry_models.ALL if (name, ONE) in results and name not in names}
@@ -238,7 +262,9 @@ def write_tables(results: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models to measure again; those without a result if none is given")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="models to measure again; those without a result if none is given"
+    )
     parser.add_argument("--ranks", default=ONE, choices=[ONE, "tp2", "pp2"], help="the engine's ranks")
     parser.add_argument("--tables", action="store_true", help="write the tables and measure nothing")
     arguments = parser.parse_args()
