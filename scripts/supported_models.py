@@ -208,7 +208,11 @@ def reasons(results: Results, names: list[str]) -> str:
     import transformers
     import vllm.model_executor.models.registry as registry
 
-    decoders = {**registry._TEXT_GENERATION_MODELS, **registry._TRANSFORMERS_SUPPORTED_MODELS}
+    further = registry._TRANSFORMERS_SUPPORTED_MODELS.items()
+    decoders = {
+        **registry._TEXT_GENERATION_MODELS,
+        **{name: place for name, place in further if "MultiModal" not in place[1]},
+    }
     covered = {class_of(name): name for name in names}
     code = {
         decoders[cls]: name for cls, name in covered.items() if cls in decoders and decoders[cls][0] != "transformers"
@@ -220,9 +224,9 @@ def reasons(results: Results, names: list[str]) -> str:
         reason = registry_models.REASONS.get(name) or results[name, ONE].get("error") or "it differs from transformers"
         lines.append(f"| `{cls}` | {' '.join(reason.split())} |")
     for cls, place in decoders.items():
-        if cls in covered or cls in failed or cls.endswith("ForConditionalGeneration"):
+        if cls in covered or cls in failed:
             continue
-        said = f"transformers {transformers.__version__} has no such model"
+        said = f"transformers {transformers.__version__} makes no such decoder from a config"
         lines.append(f"| `{cls}` | {f'vLLM runs the code of {code[place]}' if place in code else said} |")
     return "\n".join(lines)
 
@@ -242,7 +246,10 @@ def tables(results: Results) -> dict[str, str]:
         f"Measured {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} on vLLM {', '.join(versions)}, CPU, float32; on two ranks "
         f"{' to '.join(dict.fromkeys([ranks[0], ranks[-1]]))}."
     )
-    notes = [f"- {name}: {note}" for name, note in registry_models.NOTES.items() if name in names]
+    said: dict[str, list[str]] = {}
+    for name, note in registry_models.NOTES.items():
+        said.setdefault(note, []).extend([name] if name in names else [])
+    notes = [f"- {', '.join(those)}: {note}" for note, those in said.items() if those]
     return {
         "summary": "\n".join([measured_on, "", summary(results, names), "", *notes]),
         "unsupported": reasons(results, names),
