@@ -12,6 +12,7 @@ there are none. So a run that stops goes on with the models that are left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -97,10 +98,8 @@ def measured(name: str, size: str, logs: Path) -> dict[str, Any]:
     except EOFError:
         process.join(10)
         found = {"error": f"the process died with exit code {process.exitcode}"}
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.join()
     import vllm
 
@@ -162,10 +161,20 @@ def together(row: Comparison, entries: tuple[str, ...]) -> str:
 def summary(results: Results, names: list[str]) -> str:
     sites = [site for site in (*LAYER_SITES, *MODEL_SITES) if site not in ("logits", "samples")]
     reads = tuple(entry for entry in compare.READS if entry not in (*QKV, compare.PROBABILITIES, "router"))
-    lines = [
-        "| model | transformers class | route in vLLM | sites | reads | edits | queries, keys, values | probabilities | router | TP=2 | PP=2 |",
-        "|---" * 11 + "|",
+    titles = [
+        "model",
+        "transformers class",
+        "route in vLLM",
+        "sites",
+        "reads",
+        "edits",
+        "q, k, v",
+        "probabilities",
+        "router",
+        "TP=2",
+        "PP=2",
     ]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in names:
         row = comparison(results[name, ONE])
         own = [site for site in sites if site != "router" or site in row.sites]  # only a mixture of experts has routers
@@ -199,7 +208,11 @@ def reasons(results: Results, names: list[str]) -> str:
     import transformers
     import vllm.model_executor.models.registry as registry
 
-    decoders = {**registry._TEXT_GENERATION_MODELS, **registry._TRANSFORMERS_SUPPORTED_MODELS}
+    further = registry._TRANSFORMERS_SUPPORTED_MODELS.items()
+    decoders = {
+        **registry._TEXT_GENERATION_MODELS,
+        **{name: place for name, place in further if "MultiModal" not in place[1]},
+    }
     covered = {class_of(name): name for name in names}
     code = {
         decoders[cls]: name for cls, name in covered.items() if cls in decoders and decoders[cls][0] != "transformers"
@@ -211,9 +224,9 @@ def reasons(results: Results, names: list[str]) -> str:
         reason = registry_models.REASONS.get(name) or results[name, ONE].get("error") or "it differs from transformers"
         lines.append(f"| `{cls}` | {' '.join(reason.split())} |")
     for cls, place in decoders.items():
-        if cls in covered or cls in failed or cls.endswith("ForConditionalGeneration"):
+        if cls in covered or cls in failed:
             continue
-        said = f"transformers {transformers.__version__} has no such model"
+        said = f"transformers {transformers.__version__} makes no such decoder from a config"
         lines.append(f"| `{cls}` | {f'vLLM runs the code of {code[place]}' if place in code else said} |")
     return "\n".join(lines)
 
@@ -233,7 +246,10 @@ def tables(results: Results) -> dict[str, str]:
         f"Measured {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} on vLLM {', '.join(versions)}, CPU, float32; on two ranks "
         f"{' to '.join(dict.fromkeys([ranks[0], ranks[-1]]))}."
     )
-    notes = [f"- {name}: {note}" for name, note in registry_models.NOTES.items() if name in names]
+    said: dict[str, list[str]] = {}
+    for name, note in registry_models.NOTES.items():
+        said.setdefault(note, []).extend([name] if name in names else [])
+    notes = [f"- {', '.join(those)}: {note}" for note, those in said.items() if those]
     return {
         "summary": "\n".join([measured_on, "", summary(results, names), "", *notes]),
         "unsupported": reasons(results, names),

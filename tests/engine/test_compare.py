@@ -35,6 +35,8 @@ WITH_DENSE_LAYERS = {"glm4_moe", "dots1"}  # and others with experts
 QKV = ("attn_q", "attn_k", "attn_v")
 # In transformers their attention calls none of its attention functions.
 WITHOUT_QKV = {"falcon", "falcon_serial", "falcon_two_norms", "gptj", "bloom", "mpt"}
+# On vLLM they have position biases (ALiBi), or attention in chunks at some layers.
+WITHOUT_PROBABILITIES = {"bloom": "lacking", "llama4": "other layers"}
 WITHOUT_FINAL_NORM = {"opt_post_norm"}
 # What is added to resid_mid is not mlp_out alone, or is normed after the add.
 NOT_A_PLAIN_SUM = {"granite", "granitemoe", "opt_post_norm"}
@@ -111,10 +113,11 @@ def test_the_required_architectures_are_there() -> None:
 def test_accessors_and_edits_agree(ran: dict[str, Any], name: str) -> None:
     """A10, B1, B5, B7: every accessor and every edit within 1e-4 of transformers, and every edit changes something."""
     found: dict[str, Difference] = dict(ran["differences"])
-    is_there = (not ran["root"].startswith("Transformers"), name not in WITHOUT_QKV)  # on vLLM, in transformers
-    note = {(True, False): "vLLM only", (False, True): "transformers only", (False, False): "lacking"}.get(is_there, "")
+    note = "vLLM only" if name in WITHOUT_QKV else ""
     assert {found[site].note for site in QKV} == {note}
-    found = {entry: d for entry, d in found.items() if not note or entry not in QKV}
+    assert found["attention_probabilities"].note == WITHOUT_PROBABILITIES.get(name, note)
+    left_out = {entry for entry in (*QKV, "attention_probabilities") if found[entry].note}
+    found = {entry: d for entry, d in found.items() if entry not in left_out}
     assert {entry for entry, d in found.items() if d.note == "lacking"} == lacking(name)
     have = {entry: d for entry, d in found.items() if d.note != "lacking"}
     assert {entry: (d.note, d.reason) for entry, d in have.items() if d.note} == {}

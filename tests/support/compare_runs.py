@@ -189,7 +189,7 @@ def with_plans(model: Any, sites: Sequence[str]) -> dict[str, list[torch.Tensor]
     return found
 
 
-ONE_SIDED = ("attn_q", "attn_k", "attn_v")  # some architectures have these on one side alone
+ONE_SIDED = ("attn_q", "attn_k", "attn_v", "attention_probabilities")  # some architectures have these on one side alone
 
 
 def disagreements(path: Path, rtol: float, **engine: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Tiny configs of the further decoders in vLLM's registry, for `scripts/supported_models.py` alone: the tests run those of `tiny_models.py`.
+"""Tiny configs of further decoders in vLLM's registry, for `scripts/supported_models.py`. The tests of vLLM run those of `tiny_models.py`.
 
 `FURTHER` has a config for each decoder that transformers can make from one, also for those that vLLM then cannot run on a CPU.
 """
 
 from __future__ import annotations
 
-from tiny_models import ARCHITECTURES, LAYERS, MAX_POSITIONS, Architecture
+from tiny_models import ARCHITECTURES, LAYERS, MAX_POSITIONS, UNSUPPORTED_ON_CPU, Architecture
 
 _COMMON = {
     "num_hidden_layers": LAYERS,
@@ -53,9 +53,22 @@ _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_sca
 _ROTARY_IN_TORCH = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 
 FURTHER: dict[str, Architecture] = {
-    "qwen3_next": Architecture("qwen3_next", {**_GQA, **_EXPERTS, **_DELTA, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 96}, dtype="bfloat16"),
+    "qwen3_next": Architecture(
+        "qwen3_next",
+        {
+            **_GQA,
+            **_EXPERTS,
+            **_DELTA,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "shared_expert_intermediate_size": 96,
+        },
+        dtype="bfloat16",
+    ),
     "qwen3_5": Architecture("qwen3_5_text", {**_GQA, **_DELTA}),
-    "qwen3_5_moe": Architecture("qwen3_5_moe_text", {**_GQA, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 96}),
+    "qwen3_5_moe": Architecture(
+        "qwen3_5_moe_text", {**_GQA, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 96}
+    ),
     "qwen4_exp": Architecture(
         "qwen4_exp_text",
         {
@@ -74,13 +87,31 @@ FURTHER: dict[str, Architecture] = {
             "ngram_vocab_size_base": 1000,
         },
     ),
-    "deepseek_v2": Architecture("deepseek_v2", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH),
-    "deepseek_v3": Architecture("deepseek_v3", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}, _ROTARY_IN_TORCH),
+    "deepseek_v2": Architecture(
+        "deepseek_v2", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek_v3",
+        {
+            **_WIDE,
+            **_LATENT,
+            **_DEEPSEEK_EXPERTS,
+            "first_k_dense_replace": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+        _ROTARY_IN_TORCH,
+    ),
     "deepseek_v32": Architecture("deepseek_v32", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
     "deepseek_v4": Architecture("deepseek_v4", {**_WIDE, **_DEEPSEEK_EXPERTS}),
     "ministral3": Architecture("ministral3", _GQA),
     "ministral": Architecture("ministral", {**_GQA, "sliding_window": 16}),
-    "phimoe": Architecture("phimoe", {**_WIDE_GQA, **_LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True}, {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}}, zeroed="lm_head.bias"),
+    "phimoe": Architecture(
+        "phimoe",
+        {**_WIDE_GQA, **_LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True},
+        {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
+        zeroed="lm_head.bias",
+    ),
     "ernie4_5": Architecture("ernie4_5", _GQA),
     "ernie4_5_moe": Architecture(
         "ernie4_5_moe",
@@ -108,7 +139,11 @@ FURTHER: dict[str, Architecture] = {
         embedding_std=0.05,
     ),
     "glm": Architecture("glm", _GQA),
-    "glm4_moe_lite": Architecture("glm4_moe_lite", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}, _ROTARY_IN_TORCH),
+    "glm4_moe_lite": Architecture(
+        "glm4_moe_lite",
+        {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},
+        _ROTARY_IN_TORCH,
+    ),
     "glm_moe_dsa": Architecture("glm_moe_dsa", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER}),
     "exaone4": Architecture("exaone4", {**_WIDE_GQA, **_SLIDING}),
     "exaone_moe": Architecture("exaone_moe", {**_WIDE_GQA, **_SLIDING, **_EXPERTS, **_SPARSE}),
@@ -150,15 +185,14 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "granitemoe_swa": Architecture(
-        "granitemoe_swa", {**_WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS}
+        "granitemoe_swa",
+        {**_WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS},
     ),
     "granite_swa": Architecture(
         "granite_swa", {**_WIDE_GQA, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS}
     ),
     "bamba": Architecture("bamba", {**_WIDE_GQA, **_MAMBA2, "attn_layer_indices": [1, 3]}),
-    "falcon_h1": Architecture(
-        "falcon_h1", {**_WIDE_GQA, **_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": False}
-    ),
+    "falcon_h1": Architecture("falcon_h1", {**_WIDE_GQA, **_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": False}),
     "jamba": Architecture(
         "jamba",
         {
@@ -187,17 +221,39 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "minicpm3": Architecture(
-        "minicpm3", {**_WIDE, **_LATENT, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+        "minicpm3",
+        {**_WIDE, **_LATENT, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64},
     ),
     "arcee": Architecture("arcee", {**_WIDE_GQA, "head_dim": 32}),
     "apertus": Architecture("apertus", _WIDE_GQA),
-    "afmoe": Architecture("afmoe", {**_GQA, **_EXPERTS, **_SLIDING, "num_dense_layers": 1, "num_shared_experts": 1, "score_func": "sigmoid", "route_norm": True}),
-    "axk1": Architecture("axk1", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH),
-    "axk2": Architecture("axk2", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
+    "afmoe": Architecture(
+        "afmoe",
+        {
+            **_GQA,
+            **_EXPERTS,
+            **_SLIDING,
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "axk1": Architecture(
+        "axk1", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH
+    ),
     "cohere2": Architecture("cohere2", {**_WIDE_GQA, **_LONG_WINDOW, "logit_scale": 0.5}),
     "cohere2_moe": Architecture(
         "cohere2_moe",
-        {**_GQA, **_LONG_WINDOW, "num_experts": 4, "num_experts_per_tok": 2, "logit_scale": 0.5, "mlp_layer_types": ["sparse"] * LAYERS},
+        {
+            **_GQA,
+            **_LONG_WINDOW,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "logit_scale": 0.5,
+            "mlp_layer_types": ["sparse"] * LAYERS,
+        },
     ),
     "dbrx": Architecture(
         "dbrx",
@@ -211,7 +267,18 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "hrm_text": Architecture("hrm_text", {**_GQA, "num_layers_per_stack": 2}),
-    "hy_v3": Architecture("hy_v3", {**_GQA, **_EXPERTS, **_SPARSE, "first_k_dense_replace": 1, "expert_hidden_dim": 96, "route_norm": True, "qk_norm": True}),
+    "hy_v3": Architecture(
+        "hy_v3",
+        {
+            **_GQA,
+            **_EXPERTS,
+            **_SPARSE,
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 96,
+            "route_norm": True,
+            "qk_norm": True,
+        },
+    ),
     "hy_v4": Architecture("hy_v4", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
     "hyperclovax": Architecture("hyperclovax", {**_WIDE_GQA, "head_dim": 32}),
     "kimi_linear": Architecture(
@@ -231,7 +298,15 @@ FURTHER: dict[str, Architecture] = {
         {"enable_prefix_caching": True},
     ),
     "lfm2": Architecture(
-        "lfm2", {**_WIDE_GQA, "block_multiple_of": 64, "conv_dim": 128, "block_dim": 128, "layer_types": ["conv", "full_attention"] * (LAYERS // 2)}, _ROTARY_IN_TORCH
+        "lfm2",
+        {
+            **_WIDE_GQA,
+            "block_multiple_of": 64,
+            "conv_dim": 128,
+            "block_dim": 128,
+            "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
+        },
+        _ROTARY_IN_TORCH,
     ),
     "lfm2_moe": Architecture(
         "lfm2_moe",
@@ -268,7 +343,9 @@ FURTHER: dict[str, Architecture] = {
         },
         _ROTARY_IN_TORCH,
     ),
-    "minimax_m2": Architecture("minimax_m2", {**_GQA, **_LOCAL_EXPERTS, "rotary_dim": 32, "use_routing_bias": True, "scoring_func": "sigmoid"}),
+    "minimax_m2": Architecture(
+        "minimax_m2", {**_GQA, **_LOCAL_EXPERTS, "rotary_dim": 32, "use_routing_bias": True, "scoring_func": "sigmoid"}
+    ),
     "minimax": Architecture(
         "minimax",
         {**_GQA, **_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
@@ -292,17 +369,24 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "mimo_v2_flash": Architecture(
-        "mimo_v2_flash", {**_GQA, **_SLIDING, **_SPARSE, **_DEEPSEEK_EXPERTS, "v_head_dim": 32,
+        "mimo_v2_flash",
+        {
+            **_GQA,
+            **_SLIDING,
+            **_SPARSE,
+            **_DEEPSEEK_EXPERTS,
+            "v_head_dim": 32,
             "hybrid_layer_pattern": [1, 0] * (LAYERS // 2),
             "moe_layer_freq": [0, *[1] * (LAYERS - 1)],
             "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
+            "swa_num_key_value_heads": 4,
             "swa_head_dim": 32,
             "swa_v_head_dim": 32,
             "sliding_window_size": 16,
             "layernorm_epsilon": 1e-5,
             "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc"}
+            "topk_method": "noaux_tc",
+        },
     ),
     "zamba2": Architecture(
         "zamba2",
@@ -331,14 +415,17 @@ FURTHER: dict[str, Architecture] = {
         "mellum",
         {**_GQA, **_SLIDING, **_LOCAL_EXPERTS, "moe_intermediate_size": 96, "mlp_layer_types": ["sparse"] * LAYERS},
     ),
-    "vaultgemma": Architecture(
-        "vaultgemma", {**_GQA, **_SLIDING, "query_pre_attn_scalar": 32}, embedding_std=0.05
-    ),
+    "vaultgemma": Architecture("vaultgemma", {**_GQA, **_SLIDING, "query_pre_attn_scalar": 32}, embedding_std=0.05),
     # Not in the registry: vLLM tries its Transformers backend.
-    "aria_text": Architecture("aria_text", {**_WIDE_GQA, "head_dim": 32, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_num_shared_experts": 1}),
+    "aria_text": Architecture(
+        "aria_text",
+        {**_WIDE_GQA, "head_dim": 32, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_num_shared_experts": 1},
+    ),
     "biogpt": Architecture("biogpt", _WIDE),
     "bitnet": Architecture("bitnet", _WIDE_GQA),
-    "codegen": Architecture("codegen", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS, "rotary_dim": 16}),
+    "codegen": Architecture(
+        "codegen", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS, "rotary_dim": 16}
+    ),
     "diffllama": Architecture("diffllama", {**_WIDE_GQA, "head_dim": 32}),
     "doge": Architecture("doge", _WIDE_GQA),
     "gemma4_unified": Architecture("gemma4_unified_text", {**_GQA, **_SLIDING}, embedding_std=0.05),
@@ -375,19 +462,40 @@ FURTHER: dict[str, Architecture] = {
     "persimmon": Architecture("persimmon", _WIDE),
     "recurrent_gemma": Architecture(
         "recurrent_gemma",
-        {**_GQA, "num_attention_heads": 4, "lru_width": 64, "attention_window_size": 64, "block_types": ["recurrent", "attention"]},
+        {
+            **_GQA,
+            "num_attention_heads": 4,
+            "lru_width": 64,
+            "attention_window_size": 64,
+            "block_types": ["recurrent", "attention"],
+        },
         embedding_std=0.05,
     ),
     "rwkv": Architecture(
         "rwkv",
-        {"hidden_size": 128, "num_hidden_layers": LAYERS, "context_length": MAX_POSITIONS, "attention_hidden_size": 128, "intermediate_size": 192},
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": LAYERS,
+            "context_length": MAX_POSITIONS,
+            "attention_hidden_size": 128,
+            "intermediate_size": 192,
+        },
     ),
     "solar_open": Architecture("solar_open", {**_GQA, **_DEEPSEEK_EXPERTS}),
     "xglm": Architecture(
         "xglm",
-        {"d_model": 128, "ffn_dim": 192, "num_layers": LAYERS, "attention_heads": 4, "max_position_embeddings": MAX_POSITIONS},
+        {
+            "d_model": 128,
+            "ffn_dim": 192,
+            "num_layers": LAYERS,
+            "attention_heads": 4,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
     ),
-    "xlstm": Architecture("xlstm", {"hidden_size": 128, "embedding_dim": 128, "num_hidden_layers": LAYERS, "num_blocks": LAYERS, "num_heads": 4}),
+    "xlstm": Architecture(
+        "xlstm",
+        {"hidden_size": 128, "embedding_dim": 128, "num_hidden_layers": LAYERS, "num_blocks": LAYERS, "num_heads": 4},
+    ),
     "youtu": Architecture("youtu", {**_WIDE, **_LATENT}, _ROTARY_IN_TORCH),
     "zamba": Architecture(
         "zamba",
@@ -403,12 +511,78 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "zaya": Architecture("zaya", {**_GQA, "num_experts": 4, "moe_intermediate_size": 96, "router_hidden_size": 32}),
-}  # fmt: skip
+}
 
 ALL: dict[str, Architecture] = {**ARCHITECTURES, **FURTHER}
 
-# Why there are no numbers, where vLLM's own words need an explanation.
-REASONS: dict[str, str] = {}
+_SIGMOID = "vLLM's CPU build has no router with sigmoid scores outside of groups of experts"
+_STRIDES = "vLLM's linear layers on the CPU (oneDNN) refuse the strides of this model's projections"
+_TORCHVISION = "vLLM's code needs torchvision, which was not there"
+_NOT_THERE = "not in vLLM's registry, and not compatible with its Transformers backend"
+_STREAMS = "`ArchitectureError`: its blocks hand on several residual streams side by side"
+
+# Why there are no numbers, where vLLM's own words do not say it. A model here is in no table of numbers.
+REASONS: dict[str, str] = {
+    "mpt": UNSUPPORTED_ON_CPU["mpt"],
+    "qwen3_5": _TORCHVISION,
+    "qwen3_5_moe": _TORCHVISION,
+    "qwen4_exp": _TORCHVISION,
+    "deepseek_v4": _STREAMS,
+    "hy_v4": _STREAMS,
+    "gemma3n": _STREAMS,
+    "zaya": "`ArchitectureError`: its blocks hand on two streams of different widths",
+    "hrm_text": "`ArchitectureError`: its forward goes through two lists of layers, several times",
+    "olmo_hybrid": "its linear attention in vLLM needs Triton",
+    "jamba": _STRIDES,
+    "mamba": _STRIDES,
+    "falcon_mamba": _STRIDES,
+    "axk1": "vLLM's code has a norm, `post_mlp_layernorm`, that transformers' model lacks",
+    "dbrx": "vLLM cannot load the experts as transformers saves them",
+    "longcat_flash": "vLLM cannot load the experts as transformers saves them",
+    "kimi_linear": "vLLM's CPU build does not accept its cache settings",
+    "laguna": _SIGMOID,
+    "minimax_m2": _SIGMOID,
+    "minimax_m3": _SIGMOID,
+    "inkling": "vLLM needs the special tokens of its own tokenizer",
+    "aria_text": "vLLM's Transformers backend cannot load its experts",
+    "doge": "vLLM's Transformers backend leaves out the mask that the model computes, so the first attention differs",
+    "jetmoe": "vLLM's Transformers backend computes its mixture of attention heads differently",
+    "codegen": _NOT_THERE,
+    "gpt_neo": _NOT_THERE,
+    "gpt_neox_japanese": _NOT_THERE,
+    "openai_gpt": _NOT_THERE,
+    "rwkv": _NOT_THERE,
+    "xglm": _NOT_THERE,
+    "xlstm": _NOT_THERE,
+}
+
+_IN_TORCH = (
+    "vLLM's rotary embedding in PyTorch (`custom_ops`), because its operator on the CPU misreads such queries and keys"
+)
+_TIME_STEP = "with `time_step_min` near 0, because vLLM does not limit the time step from below as transformers does"
+_WINDOW = "with a window longer than the prompts, because vLLM's has one token more than transformers'"
 
 # What a row of the table should be read with.
-NOTES: dict[str, str] = {}
+NOTES: dict[str, str] = {
+    "apertus": "vLLM keeps the parameters of xIELU in bfloat16, and transformers takes the dtype of the model.",
+    "qwen3_next": (
+        "compared in bfloat16, the only dtype of vLLM's linear attention on the CPU. Rounding alone moves the logits of transformers by "
+        "4.5e-02 of the largest, and may choose other experts."
+    ),
+    "deepseek_v2": f"{_IN_TORCH}.",
+    "deepseek_v3": f"{_IN_TORCH}.",
+    "glm4_moe_lite": f"{_IN_TORCH}.",
+    "lfm2": f"{_IN_TORCH}.",
+    "lfm2_moe": f"{_IN_TORCH}.",
+    "phimoe": "with a bias of 0 in the output layer, because vLLM leaves it out.",
+    "ernie4_5_moe": "with a correction bias of 0 in the routers, because vLLM's CPU build leaves it out.",
+    "cohere2": f"{_WINDOW}.",
+    "cohere2_moe": f"{_WINDOW}.",
+    "falcon_h1": "with `mamba_rms_norm=False`, because vLLM and transformers norm the gated values differently.",
+    "zamba2": f"{_TIME_STEP}.",
+    "nemotron_h": f"{_TIME_STEP}.",
+    "minicpm3": (
+        "vLLM pads the values of attention to the width of its keys, so there is no `attn_v`, and scales what the final norm returns, so "
+        "there is no `project_on_vocab`."
+    ),
+}

@@ -164,6 +164,47 @@ def test_streams_of_different_shapes() -> None:
         probe(Model(Mismatched, two_streams))
 
 
+class Scaled(Model):
+    """Returns a multiple of its final norm's value, as MiniCPM does on vLLM."""
+
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args) / 2
+
+
+def test_a_model_that_scales_what_its_final_norm_returns() -> None:
+    assert probe(Model(Single, by_position)).returns_norm
+    assert not probe(Scaled(Single, by_position)).returns_norm
+
+
+class Padded(nn.Module):
+    """Attention whose values have half the width of its queries, and are padded to it."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        kernel = type(
+            "Attention", (nn.Module,), {"forward": lambda self, q, k, v: v + 0 * q, "head_size": 8, "impl": object()}
+        )
+        self.attn, self.o_proj, self.padded = kernel(), nn.Linear(H if padded else 2 * H, H), padded
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = torch.cat([hidden_states] * 2, -1)
+        z = self.attn(wide, wide + 1, wide + 2)
+        return self.o_proj(z[:, :H] if self.padded else z)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_padded_values_are_no_site(padded: bool) -> None:
+    """Seen failing without the check: `attn_v` then has heads of the queries' width, half of it padding."""
+
+    class Latent(Single):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = Padded(padded)
+
+    sites = {name for name, _ in probe(Model(Latent, by_position)).bindings}
+    assert {"attn_q", "attn_k"} <= sites and ("attn_v" in sites) != padded
+
+
 def test_no_hidden_states() -> None:
     """B4: the layer returns nothing of the width that it was given."""
 

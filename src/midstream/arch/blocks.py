@@ -482,11 +482,11 @@ class DecoderBlock:
         if len(calls) != 1:
             return {}
         (call,) = calls
-        module, own = call.module, head_dims_of(call.module)
+        module, own = call.module, head_dims_of(call.module) or (0, 0, 0)
         rows = self.like.tensor.numel() // self.like.shape[-1]
-        taken = [leaf for leaf in call.inputs if leaf.floating][: len(own or ())]
+        taken = [leaf for leaf in call.inputs if leaf.floating][: len(own)]
         found = {}
-        for site, leaf, size in zip(("attn_q", "attn_k", "attn_v"), taken, own or (), strict=False):
+        for site, leaf, size in zip(("attn_q", "attn_k", "attn_v"), taken, own, strict=False):
             width = leaf.shape[-1]
             is_own = site == "attn_q" or not takes_other_kv(module)
             if is_own and size and width % size == 0 and leaf.tensor.numel() == rows * width and leaf.ref[0] in (0, 1):
@@ -495,8 +495,8 @@ class DecoderBlock:
             return {}
         left = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []
         if (
-            left and left[0].shape[-1] < found["attn_q"].heads[0] * own[2]
-        ):  # values with padding (multi-head latent attention)
+            left and left[0].shape[-1] < taken[0].shape[-1] // own[0] * own[2]
+        ):  # padded values (multi-head latent attention)
             found.pop("attn_v", None)
         return found
 

@@ -327,8 +327,8 @@ def _the_container(
 def unknown_logits(model: str) -> ArchitectureError:
     """The error of `project_on_vocab` on a model whose logits are not those of its final norm's value alone."""
     return ArchitectureError(
-        f"project_on_vocab: {model} changes its final norm's value, or its logits, in a way that midstream does not know. Read model.logits, "
-        "or call the model's own modules."
+        f"project_on_vocab: {model} changes its final norm's value, or its logits, in a way that midstream does not know. Read "
+        "model.logits, or call the model's own modules."
     )
 
 
