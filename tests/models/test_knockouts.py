@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from attended import Attended, pushed
 
 from midstream import Capture, Clamp, Knockout, LanguageModel, Patch, Plan, Probe, Span, Steer, When
+from midstream.arch import heads
 from midstream.errors import PlanError, TraceError
 from midstream.plan.ops.knockout import Knockouts
+from midstream.plan.values import ModelFacts, check
 
 # Longer than the sliding windows of 16 tokens.
 PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
@@ -233,18 +236,18 @@ def test_which_edges_are_cut() -> None:
         normal = Plan.of(given).normal(2, length).edits
         ranges = [(0, 2**62) if e.queries is None else (e.queries[0], e.queries[0] + 1) for e in normal]
         knockouts = Knockouts(zip(normal, ranges, strict=True))
-        first, heads, keys = int(draw.integers(0, length)), range(2, 5), range(1, length)
+        first, own, keys = int(draw.integers(0, length)), range(2, 5), range(1, length)
         at = knockouts.queries(1, first, length + 2)
         expected = {
             (head, query, key)
             for each in given
-            for head in (heads if each.head is None else set(each.head) & set(heads))
+            for head in (own if each.head is None else set(each.head) & set(own))
             for query in (range(length + 2) if each.queries is None else each.queries)
             for key in each.keys
             if query >= first and key in keys
         }
-        cut = knockouts.cut(1, at, heads, keys)
-        assert {(heads[n], int(at[q]), keys[k]) for n, q, k in np.argwhere(cut)} == expected
+        cut = knockouts.cut(1, at, own, keys)
+        assert {(own[n], int(at[q]), keys[k]) for n, q, k in np.argwhere(cut)} == expected
         assert knockouts.queries(0, 0, length).size == 0
 
 
@@ -287,3 +290,32 @@ def test_models_without_the_sites_refuse(tmp_path_factory: pytest.TempPathFactor
         PlanError, match=r"Knockout cannot act at layer 0 \(Knockout\.layers\): the model has no site attn_q"
     ):
         falcon.generate(PROMPT, plan=Knockout(keys=0), max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "impl", "reason"),
+    [
+        ({}, {}, None),
+        ({"kv_cache_dtype": "bfloat16"}, {}, None),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "it does not support a KV cache of fp8_e4m3, whose rounding"),
+        ({"attn_type": "encoder_only"}, {}, "it does not support attention in both directions"),
+        ({"use_mm_prefix": True}, {}, "it does not support attention in both directions"),
+        ({}, {"alibi_slopes": torch.ones(4)}, "it does not support position biases"),
+        ({}, {"chunk_lookback": 1}, "it does not support chunked attention"),
+    ],
+)
+def test_attention_that_cannot_be_computed_again_is_refused(module: Any, impl: Any, reason: str | None) -> None:
+    """Stand-ins for vLLM's attention layers."""
+    stock = {"layer_name": "layers.0.attn", "sliding_window": None, "attn_type": "decoder", "kv_cache_dtype": "auto"}
+    layer = type("Attention", (SimpleNamespace,), {})(**(stock | module), impl=SimpleNamespace(**impl))
+    found = heads.why_not_again(layer)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+    widths = {(site, layer): 64 for site in ("attn_q", "attn_k", "attn_v", "attn_z") for layer in range(2)}
+    unsupported = {} if found is None else {1: found}
+    facts = ModelFacts(2, widths, "float32", unsupported_attention=unsupported)
+    known: Any = {"vectors": {}, "runs": {}}
+    check(Plan.of(Knockout(layers=0, keys=1)), facts, 5, 1, **known)
+    if found is None:
+        return check(Plan.of(Knockout(layers="all", keys=1)), facts, 5, 1, **known)
+    with pytest.raises(PlanError, match=r"Knockout cannot act at layer 1 \(Knockout\.layers\): it does not support"):
+        check(Plan.of(Knockout(layers="all", keys=1)), facts, 5, 1, **known)

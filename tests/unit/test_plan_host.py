@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from toy_selector import Around, Every, LastTwo
 
-from midstream import Capture, Consumer, Patch, Plan, Probe, RecordedRun, Steer
+from midstream import Capture, Consumer, Knockout, Patch, Plan, Probe, RecordedRun, Steer
 from midstream.capture.rows import Rows
 from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import compile_plan
@@ -893,3 +893,45 @@ def test_a_recorded_run_has_its_rows_in_the_order_of_their_positions(steps):
     run = RecordedRun("run", "id", tuple(PROMPT), ("resid_post",), (0,), tuple(range(len(PROMPT))))
     rows = [steps.host.runs.row(run, "resid_post", 0, position)[0].item() for position in range(len(PROMPT))]
     assert rows == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------ knockouts (N2)
+
+
+def knocked(**options):
+    return PlanRequest(packed(Plan.of(Knockout(layers=0, keys=0, **options))), LAYERS, checked=True)
+
+
+def test_steps_run_uncompiled_from_the_first_token_to_the_last_query(steps):
+    """And do not repeat, since each has another query."""
+    uncompiled = []
+    for plans in (
+        {"a": knocked(queries=-1)},
+        None,
+        {"b": knocked(queries=[0, 2], phase="decode")},
+        None,
+        None,
+        None,
+        None,
+    ):
+        before = steps.host.off_graph_steps
+        steps.step(plans)
+        uncompiled.append(steps.host.off_graph_steps - before)
+    assert uncompiled == [1, 0, 1, 1, 1, 1, 0]
+    assert steps.host.gauges()["knockouts"] == 2
+    steps.step(finished=["a", "b"])
+    assert steps.host.gauges()["knockouts"] == 0
+
+
+def test_generated_queries_are_refused_where_tokens_are_drafted():
+    steps = Steps(speculative=True)
+    steps.step({"a": knocked(), "b": knocked(queries=-1), "c": knocked(phase="prefill")})
+    assert list(steps.host.errors) == ["a"] and "A Knockout of generated queries" in steps.host.errors["a"]
+    assert steps.host.gauges()["knockouts"] == 2 and steps.host.gauges()["plans"] == 2
+
+
+def test_a_session_takes_no_knockouts(steps):
+    plan = knocked(phase="prefill")
+    steps.step({"a": plan})
+    steps.host.schedule({"a": (_sampling(plan), PROMPT * 2)}, {"a": 3}, {}, {"a": 3})
+    assert "A session of streaming input takes no Knockout" in steps.host.errors["a"]
