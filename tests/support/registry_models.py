@@ -543,6 +543,7 @@ REASONS: dict[str, str] = {
     "laguna": _SIGMOID,
     "minimax_m2": _SIGMOID,
     "minimax_m3": _SIGMOID,
+    "mimo_v2_flash": "vLLM reads other fields of the config than transformers writes, so the first attention differs",
     "inkling": "vLLM needs the special tokens of its own tokenizer",
     "aria_text": "vLLM's Transformers backend cannot load its experts",
     "doge": "vLLM's Transformers backend leaves out the mask that the model computes, so the first attention differs",
@@ -564,6 +565,10 @@ _WINDOW = "with a window longer than the prompts, because vLLM's has one token m
 
 # What a row of the table should be read with.
 NOTES: dict[str, str] = {
+    "llama4": (
+        "vLLM permutes the dimensions of each head of queries and keys, as its rotary embedding takes them, so `attn_q` and `attn_k` have "
+        "another order. It refuses `attention_probabilities` at the layers with attention in chunks."
+    ),
     "apertus": "vLLM keeps the parameters of xIELU in bfloat16, and transformers takes the dtype of the model.",
     "qwen3_next": (
         "compared in bfloat16, the only dtype of vLLM's linear attention on the CPU. Rounding alone moves the logits of transformers by "
