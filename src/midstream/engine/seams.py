@@ -14,10 +14,8 @@ from enum import Enum
 from midstream.errors import UnsupportedVersionError
 
 OLDEST, NEWEST = (0, 26), (0, 33)  # the versions of vLLM that the table fits
-_V1, _V2 = (
-    "0.26 to 0.33",
-    "0.26, 0.32 and 0.33",
-)  # the versions on which tests have run, with the V1 and with the V2 model runner
+# The versions on which tests have run, with the V1 and with the V2 model runner.
+_V1, _V2 = "0.26 to 0.33", "0.26, 0.32 and 0.33"
 
 
 class Does(Enum):
@@ -387,14 +385,14 @@ _WORKER = (
          "A layer's KV cache, which midstream clears where vLLM does not.", members="kv_cache"),
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.blocks.head_dims_of",
          "The inputs of a layer's attention are the sites attn_q, attn_k and attn_v.",
-         members="forward(query, key, value, **rest); head_size; kv_sharing_target_layer_name", seen="0.32"),
+         members="forward(query, key, value, **rest); head_size; kv_sharing_target_layer_name", seen="0.26 and 0.32"),
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.heads.settings_of",
          "The settings from which attention_probabilities are computed; the soft cap, sinks, ALiBi slopes and scale are of `impl`.",
-         members="impl; sliding_window; layer_name", seen="0.32"),
+         members="impl; sliding_window; layer_name", seen="0.26 and 0.32"),
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.heads.why_not_again",
-         "Attention whose outputs midstream cannot compute again.", members="attn_type; kv_cache_dtype", seen="0.32"),
-    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.runtime.knockouts.AttentionCuts._cut",
-         "The outputs of heads, [tokens, heads * head_dim], which are changed in place.", members="num_heads; head_size", seen="0.32"),
+         "Attention whose outputs midstream cannot compute again.", members="attn_type; kv_cache_dtype", seen="0.26 and 0.32"),
+    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.runtime.knockouts.AttentionCuts._cut_in_vllm",
+         "The outputs of heads, [tokens, heads * head_dim], which are changed in place.", members="num_heads; head_size", seen="0.26 and 0.32"),
 )
 
 _ADAPTERS = (
