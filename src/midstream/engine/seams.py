@@ -392,7 +392,8 @@ _WORKER = (
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.arch.heads.why_not_again",
          "Attention whose outputs midstream cannot compute again.", members="attn_type; kv_cache_dtype", seen="0.26 and 0.32"),
     Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.runtime.knockouts.AttentionCuts._cut_in_vllm",
-         "The outputs of heads, [tokens, heads * head_dim], which are changed in place.", members="num_heads; head_size", seen="0.26 and 0.32"),
+         "The outputs of heads, [tokens, heads * head_dim], which are changed in place.", members="num_heads; head_size",
+         seen="0.26 and 0.32"),
 )
 
 _ADAPTERS = (
