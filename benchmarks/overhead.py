@@ -31,6 +31,7 @@ import asyncio
 import fcntl
 import functools
 import itertools
+import os
 import shutil
 import tempfile
 import time
@@ -484,9 +485,23 @@ def compare_on(
         runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
     runs |= {each.row.name: [functools.partial(each.run, load, loop)] for each in extracting if each.error is None}
     measured = in_turns(runs, arguments)
+    if any("to disk" in name for name in runs):
+        print(f"the disk alone takes {disk_speed():.2f} GB/s with fsync")
     rows += [each.row for each in extracting if each.error is None]
     row_bytes = models[0].hidden_size * getattr(torch, models[0].facts.dtype).itemsize
     print_table(measured, rows, load, row_bytes, arguments)
+
+
+def disk_speed(pieces: int = 128) -> float:
+    """The GB/s at which pieces of 4 MiB are written to a file in the directory for temporary files, until the disk has them."""
+    piece = os.urandom(4 << 20)
+    with tempfile.TemporaryFile() as file:
+        began = time.perf_counter()
+        for _ in range(pieces):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return pieces * len(piece) / (time.perf_counter() - began) / 1e9
 
 
 def print_table(
