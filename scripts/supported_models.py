@@ -213,7 +213,7 @@ def reasons(results: Results, names: list[str]) -> str:
         **registry._TEXT_GENERATION_MODELS,
         **{name: place for name, place in further if "MultiModal" not in place[1]},
     }
-    covered = {class_of(name): name for name in names}
+    covered = {class_of(name): name for name in reversed(names)}  # the first name of each class
     code = {
         decoders[cls]: name for cls, name in covered.items() if cls in decoders and decoders[cls][0] != "transformers"
     }
@@ -226,8 +226,10 @@ def reasons(results: Results, names: list[str]) -> str:
     for cls, place in decoders.items():
         if cls in covered or cls in failed:
             continue
-        said = f"transformers {transformers.__version__} makes no such decoder from a config"
-        lines.append(f"| `{cls}` | {f'vLLM runs the code of {code[place]}' if place in code else said} |")
+        said = f"transformers {transformers.__version__} has no class for it to compare with"
+        lines.append(
+            f"| `{cls}` | {f'vLLM runs it with the code of {code[place]}, in the table above' if place in code else said} |"
+        )
     return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ def on_cpu(mode: Mode) -> str:
     """The test that sees the mode on the CPU."""
     if mode.refused:
         return "`tests/unit/test_unsupported.py`"
-    if mode.checks is None:
+    if mode.checks is None or (mode.cpu == "no" and mode.tests):
         return ", ".join(f"`{test.partition('::')[0]}`" for test in mode.tests)
     return {
         "ci": "`tests/engine/test_modes.py`",

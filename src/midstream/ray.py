@@ -13,8 +13,8 @@ Each actor has an engine and writes the rows of its prompts to the common direct
 The driver leaves out prompts that the directory has before it starts any engine.
 
 If an actor, its engine or its node dies, the batches that it had are lost, and the other actors go on. Ray starts the actor again where
-there is room. Once all other batches have run, the driver gives the lost prompts that the directory lacks to new actors. It does not let
-Ray retry a batch: Ray retries it on the actor that has died, and waits for a place for it, while other actors are idle.
+there is room. Once all other batches have run, the driver gives the lost prompts that the directory lacks to new actors. Ray's own
+retries are off: Ray would wait until the dead actor can start again, although other actors are idle.
 
 `pip install "midstream[ray]"` on every node. Plans travel as JSON, since Ray's blocks would unify the fields of all interventions.
 """
@@ -93,8 +93,8 @@ def collect(
         written them. Rows of generated tokens count as if each prompt generated `max_tokens`.
 
     Raises:
-        CaptureError: the directory contains other captures. Also raised at the end if batches failed, as by a prompt that is too long, or
-            if every engine that ran a prompt has died.
+        CaptureError: the directory contains other captures. Also raised at the end if batches failed (for example, a prompt is too
+            long), or if engines died and an attempt wrote no prompt at all.
         PlanError, PromptError, ParameterError: an argument is invalid. Nothing has been run.
         ray.exceptions.RayError: an engine did not start.
     """
@@ -135,8 +135,8 @@ def collect(
             break
         if len(listing.digests) == before:
             raise CaptureError(
-                f"The engines of {lost:,} prompts died before they had written one of them. The others are in {to}. The output of the "
-                "actors has the reason; run the job again for the prompts that it lacks."
+                f"{lost:,} prompts have not run: their engines died, and no engine wrote a prompt in the last attempt. The actors' output "
+                f"shows why. What was collected is in {to}; run the job again for the rest."
             )
         _log.warning("%s prompts of engines that died run again.", f"{lost:,}")
     ran = pa.concat_tables(tables)
@@ -261,7 +261,7 @@ class Engine:
         written: dict[str, tuple[int, int]] = {}
         try:
             written = self._model.collect_batch(prompts, ids=ids, **self._given)
-        except EngineClosedError:  # Ray starts actors again that have died, and no engines
+        except EngineClosedError:  # Ray restarts a dead actor, but not a dead engine in a living one
             traceback.print_exc()
             os._exit(1)
         except MidstreamError as failure:  # the other batches may do

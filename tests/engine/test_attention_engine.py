@@ -374,7 +374,9 @@ def test_knockouts_among_other_edits(both: tuple[VLLM, Attended]) -> None:
 
 def test_knockouts_from_json_and_mistakes(both: tuple[VLLM, Attended]) -> None:
     model, oracle = both
-    with pytest.raises(TraceError, match="attention_probabilities are those before the plan's Knockout"):
+    with pytest.raises(
+        TraceError, match="attention_probabilities cannot be read at a layer where the plan has a Knockout"
+    ):
         model.run(lambda m: m.attention_probabilities[1], [PROMPT] * 2, plan=[None, [Knockout(layers=1, keys=0)]])
     assert model.run(lambda m: m.attention_probabilities[2], PROMPT, plan=Knockout(layers=1, keys=0)).shape[0] == 4
     plan = {"interventions": [{"kind": "knockout", "layers": [1], "queries": [-1], "keys": {"span": " water"}}]}

@@ -125,9 +125,7 @@ def test_accessors_and_edits_agree(ran: dict[str, Any], name: str) -> None:
         "opt"
     ):  # transformers multiplies the queries by the scale before attention, and vLLM inside of it
         assert have.pop("attn_q").value == pytest.approx(32**0.5 - 1, rel=1e-3)
-    if (
-        name == "llama4"
-    ):  # vLLM permutes the dimensions of each head of queries and keys, as its rotary embedding takes them
+    if name == "llama4":  # vLLM reorders the dimensions within each head of queries and keys
         assert (have.pop("attn_q").value or 0) > 0.1 and (have.pop("attn_k").value or 0) > 0.1
     tolerance = tiny_models.ARCHITECTURES[name].rtol
     assert {entry: (d.value, d.where) for entry, d in have.items() if d.value is None or d.value > tolerance} == {}

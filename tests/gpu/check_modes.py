@@ -1,4 +1,4 @@
-"""vLLM's modes on a GPU: prints one line a check, appends one to a file of results for each mode, and exits 1 on a failure.
+"""vLLM's modes on a GPU: prints one line a check, and exits 1 on a failure. With `--json`, appends one line for each mode to a file.
 
 python tests/gpu/check_modes.py --runner v2
 python tests/gpu/check_modes.py --runner v2 --only awq gptq --json benchmarks/results/modes.jsonl
@@ -6,7 +6,8 @@ python tests/gpu/check_modes.py --cpu --eager
 
 Tiny models with random weights. LoRA adapters and mixtures of experts are checked here against transformers with the adapter merged into
 the weights, transformers with hooks on the routers, and vLLM's own report of the chosen experts (0.26 has none on V2). The other modes
-are those of `tests/support/modes.py`, each in its own dtype. A mode whose engine does not start prints the error, and the others go on.
+are those of `tests/support/modes.py`, each in its own dtype. If an engine does not start, the
+script prints the error, counts it as a failure and goes on with the next mode.
 """
 
 from __future__ import annotations

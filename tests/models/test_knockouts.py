@@ -188,7 +188,9 @@ def test_other_attention_functions_and_gradients(llama: tuple[LanguageModel, Att
 def test_probabilities_are_refused(llama: tuple[LanguageModel, Attended]) -> None:
     model, _ = llama
     plan = Knockout(layers=1, keys=0)
-    with pytest.raises(TraceError, match="attention_probabilities are those before the plan's Knockout"):
+    with pytest.raises(
+        TraceError, match="attention_probabilities cannot be read at a layer where the plan has a Knockout"
+    ):
         model.run(lambda m: m.attention_probabilities[1], [PROMPT] * 2, plan=[None, [plan]])
     with torch.no_grad():
         assert model.run(lambda m: m.attention_probabilities[2], PROMPT, plan=plan).shape[0] == 4

@@ -517,7 +517,7 @@ ALL: dict[str, Architecture] = {**ARCHITECTURES, **FURTHER}
 
 _SIGMOID = "vLLM's CPU build has no router with sigmoid scores outside of groups of experts"
 _STRIDES = "vLLM's linear layers on the CPU (oneDNN) refuse the strides of this model's projections"
-_TORCHVISION = "vLLM's code needs torchvision, which was not there"
+_TORCHVISION = "vLLM's code needs torchvision, which was not installed"
 _NOT_THERE = "not in vLLM's registry, and not compatible with its Transformers backend"
 _STREAMS = "`ArchitectureError`: its blocks hand on several residual streams side by side"
 
@@ -558,7 +558,8 @@ REASONS: dict[str, str] = {
 }
 
 _IN_TORCH = (
-    "vLLM's rotary embedding in PyTorch (`custom_ops`), because its operator on the CPU misreads such queries and keys"
+    "run with vLLM's rotary embedding in PyTorch (`custom_ops`), because its operator on the CPU misreads the queries and keys of these "
+    "models"
 )
 _TIME_STEP = "with `time_step_min` near 0, because vLLM does not limit the time step from below as transformers does"
 _WINDOW = "with a window longer than the prompts, because vLLM's has one token more than transformers'"
@@ -566,8 +567,8 @@ _WINDOW = "with a window longer than the prompts, because vLLM's has one token m
 # What a row of the table should be read with.
 NOTES: dict[str, str] = {
     "llama4": (
-        "vLLM permutes the dimensions of each head of queries and keys, as its rotary embedding takes them, so `attn_q` and `attn_k` have "
-        "another order. It refuses `attention_probabilities` at the layers with attention in chunks."
+        "vLLM reorders the dimensions within each head of queries and keys to suit its rotary embedding, so `attn_q` and `attn_k` differ "
+        "in order. midstream refuses `attention_probabilities` at the layers with attention in chunks."
     ),
     "apertus": "vLLM keeps the parameters of xIELU in bfloat16, and transformers takes the dtype of the model.",
     "qwen3_next": (

@@ -934,4 +934,4 @@ def test_a_session_takes_no_knockouts(steps):
     plan = knocked(phase="prefill")
     steps.step({"a": plan})
     steps.host.schedule({"a": (_sampling(plan), PROMPT * 2)}, {"a": 3}, {}, {"a": 3})
-    assert "A session of streaming input takes no Knockout" in steps.host.errors["a"]
+    assert "A Knockout does not work in a session of streaming input" in steps.host.errors["a"]

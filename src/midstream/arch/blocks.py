@@ -293,7 +293,7 @@ def bind_final_norm(probe: Probe, last: ModuleCall, layout: StreamLayout, names:
 
 
 def returns_norm(probe: Probe, norm: Binding, like: Leaf) -> bool:
-    """Whether the hidden states that the model returns, if it returns any, are its final norm's value, and not a multiple of it."""
+    """False if the model changes its final norm's value before it returns it, as by a scale. True if it returns no hidden states."""
     root, call = probe.calls[0], next(call for call in probe.calls if call.path == norm.path)
     returned = stream_leaves(root.returned, like) if not root.path else []
     value = next(leaf for leaf in call.outputs if leaf.ref == norm.hidden)
@@ -476,7 +476,8 @@ class DecoderBlock:
         """Queries, keys and values: the inputs of vLLM's attention, or of the module that `split_heads` has put before a function.
 
         None of them if there are several such modules, or if they take tensors of another shape (MLA). An attention that uses the keys and
-        values of another layer has only queries of its own. Values that are padded to the width of the keys are no site.
+        values of another layer has only queries of its own. If vLLM pads the values to the width
+        of the keys, `attn_v` is missing.
         """
         calls = [call for call in self.probe.within(attn.first) if (own := head_dims_of(call.module)) is not None]
         if len(calls) != 1:

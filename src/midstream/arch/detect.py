@@ -325,9 +325,9 @@ def _the_container(
 
 
 def unknown_logits(model: str) -> ArchitectureError:
-    """The error of `project_on_vocab` on a model whose logits are not those of its final norm's value alone."""
+    """The error of `project_on_vocab` on a model that changes its values between the final norm and the logits."""
     return ArchitectureError(
-        f"project_on_vocab: {model} changes its final norm's value, or its logits, in a way that midstream does not know. Read "
+        f"project_on_vocab: {model} changes its values after the final norm, and midstream does not know how. Read "
         "model.logits, or call the model's own modules."
     )
 

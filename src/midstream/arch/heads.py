@@ -2,8 +2,8 @@
 
 vLLM's attention is a module that takes the three. Attention in transformers is a function, which the modules look up by its name. So
 `split_heads` gives each of these modules a child that the three pass through before the function gets them. The inputs of vLLM's module,
-or of that child, are the sites. vLLM's Transformers backend has both: the function calls vLLM's module, but not as a module, so no hook of
-it runs. There the child is the site.
+or of that child, are the sites. vLLM's Transformers backend has both. There the function calls the `forward` of vLLM's
+module directly, so hooks on that module never run, and the child's inputs are the sites.
 
 Keys and values of earlier tokens, which transformers' cache adds, do not pass through the child. A changed key or value is also written to
 the cache, since later steps read it there.
@@ -96,10 +96,10 @@ class AttentionSettings:
         """The outputs of the heads without some edges, computed in float32; zeros of a head whose query loses all keys.
 
         Args:
-            z_QNE: the outputs with all edges, which the heads keep that lose none.
+            z_QNE: the outputs with all edges; a head that loses no edge keeps its output.
             back_QS: how many tokens a key lies before a query.
             cut_NQS: bool, the edges to leave out.
-            mask_NQS: a part of `mask`; None if `window` says all.
+            mask_NQS: a part of `mask`; None if `window` alone decides which keys count.
         """
         scores_NQS = self._scores(q_QND, k_SKD)
         if mask_NQS is None:
@@ -125,7 +125,7 @@ class AttentionSettings:
         return scores_NTS if self.soft_cap is None else torch.tanh(scores_NTS / self.soft_cap) * self.soft_cap
 
     def _attends(self, back_TS: torch.Tensor) -> torch.Tensor:
-        """Whether a query attends to a token that lies so far before it."""
+        """Whether a query attends to a key that lies `back_TS` tokens before it."""
         attends_TS = back_TS >= 0
         return attends_TS if not self.window else attends_TS & (back_TS < self.window)
 
@@ -175,13 +175,13 @@ def _unsupported(module: Any) -> str | None:
 
 
 def is_cut(module: Any, rows: Any) -> bool:
-    """Whether plans cut edges of the attention at `module` in these rows of the running step. `set_cut` says how to find out."""
+    """Whether plans cut edges of `module`'s attention in these rows of the running step, by the test that `set_cut` has set."""
     test = getattr(module, _CUT, None)
     return test is not None and test(rows)
 
 
 def set_cut(module: Any, test: Callable[[Any], bool] | None) -> None:
-    """Let `is_cut` return `test(rows)` for `module`; None: False."""
+    """Set the test that `is_cut` calls for `module`; None removes it, and `is_cut` is False."""
     if test is not None:
         setattr(module, _CUT, test)
     elif hasattr(module, _CUT):
@@ -195,7 +195,9 @@ def why_not_again(module: Any) -> str | None:
     if what is None and getattr(module, "attn_type", "decoder") != "decoder":
         what = "attention in both directions"
     if what is None and str(getattr(module, "kv_cache_dtype", "auto")) not in _UNQUANTISED:
-        what = f"a KV cache of {module.kv_cache_dtype}, whose rounding only the model's attention knows"
+        what = (
+            f"a quantised KV cache ({module.kv_cache_dtype}), because it has the keys and values before their rounding"
+        )
     return None if what is None else f"it does not support {what}"
 
 
@@ -205,8 +207,8 @@ class Heads(nn.Module):
     Attributes:
         head_dims: of queries, keys and values.
         shares_kv: whether the attention takes keys and values of another layer.
-        served_by: vLLM's attention module, which the attention function calls on vLLM.
-        settings: those of the last call, if there is no such module.
+        served_by: on vLLM, its attention module, which does the computation; None on transformers.
+        settings: on transformers, those of the last call. On vLLM they come from `served_by`.
         cut: takes the settings of a call, and its queries, keys, values, `[B, heads, tokens, head_dim]` each, and outputs, `[B, T, N, E]`
             on transformers and `[T, N * E]` on vLLM; returns new outputs. None to leave them.
     """

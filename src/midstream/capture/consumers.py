@@ -62,7 +62,8 @@ class CaptureInfo:
         stage: the pipeline stage whose layers these are, and the number of stages; (0, 1) if all layers come together.
         planes: (site, layer, when) of all rows that will come.
         collected: for a request of `model.collect`.
-        run: tells this request from earlier ones of the same id. All stages have the same. Empty if the rows come from one stage.
+        run: tells this request from earlier ones of the same id. All stages have the same. Set if a worker feeds the
+            consumer, otherwise empty.
     """
 
     request_id: str

@@ -486,7 +486,7 @@ class Store(Mapping[str, StoredCapture]):
 
     Args:
         only: the names to list, in this order; None for all, in the order in which each writer wrote them.
-        listing: of the directory, refreshed. With `only`, just the lines of these names are read.
+        listing: a refreshed one of the directory. Given with `only`, the store reads only the index lines of those names.
     """
 
     def __init__(
@@ -517,14 +517,14 @@ class Store(Mapping[str, StoredCapture]):
         return {name: record.error for name, record in self._names.items() if record.error}
 
     def fixed(self) -> Store:
-        """A store of the requests that this one lists now, which stays as it is."""
+        """A copy that keeps listing the present requests, whatever is written later."""
         store = copy(self)
         store._names = {name: record for name, record in self._names.items() if _readable(record)}
         store._records, store._counts, store._numbers, store._is_fixed = {}, Counter(), Counter(), True
         return store
 
     def places(self, name: str) -> list[str]:
-        """Where the rows of a request are: they tell it from others that are written under the same name."""
+        """Where the rows of a request are. Two runs of the same name have different places."""
         lines = sorted(self._names[name].lines.items())
         return [f"{part['shard']} {part['prefix']}" for _, line in lines for part in line["parts"]]
 

@@ -56,7 +56,7 @@ class Listing:
         self.read: dict[Path, int] = {}
         self._places: dict[
             str, tuple[Path, int]
-        ] = {}  # of the line of each prompt; of its error, if it has only failed
+        ] = {}  # of each prompt's line, or of its error's line if every run of it failed
         self._used: dict[str, int] = {}  # the bytes of each shard of a listed prompt
 
     def refresh(self) -> None:

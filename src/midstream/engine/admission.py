@@ -218,13 +218,14 @@ def _check_engine(config: Any) -> None:
         return
     if speculative.method not in _DRAFTING:
         raise PlanError(
-            f"This engine drafts tokens by the method {speculative.method!r}, with which midstream was not tested. Start it with the "
+            f"This engine drafts tokens by the method {speculative.method!r}, which midstream does not support. Start it with the "
             f"method {' or '.join(_DRAFTING)}, or without speculative_config."
         )
     if config.scheduler_config.async_scheduling:
         raise PlanError(
-            "With speculative decoding and async scheduling, a step starts before it is known how many drafted tokens the last step kept. "
-            "A plan needs the positions of its tokens. Start the engine with async_scheduling=False, or without speculative_config."
+            "With speculative decoding and async scheduling, a step starts before midstream knows how many drafted tokens the last step "
+            "kept, so it cannot tell the positions that a plan acts on. Start the engine with async_scheduling=False, or without "
+            "speculative_config."
         )
 
 

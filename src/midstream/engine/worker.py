@@ -108,8 +108,8 @@ def refuse_unsupported(config: Any) -> None:
         )
     if config.model_config.runner_type == "pooling":
         raise MidstreamError(
-            "A pooling model generates no tokens, and midstream supports models that do. Start the engine without runner='pooling', or use "
-            "vLLM without midstream."
+            "midstream supports only models that generate tokens, and a pooling model generates none. Start the engine without "
+            "runner='pooling', or use vLLM without midstream."
         )
     if parallel.data_parallel_size > 1:  # 1 in the data parallel engines of a dense model, which are independent
         raise MidstreamError(

@@ -53,7 +53,7 @@ def attend_again(
 
     Args:
         z_tNE: the outputs as the model has computed them.
-        first, first_key, first_head: the position of the first query and of the first key, and the first of these heads.
+        first, first_key, first_head: the positions of the first query and key, and the number of the first head in the whole model.
         mask: `[heads or 1, t, S]`, as in `AttentionSettings`; None if the settings say all.
     """
     at_Q = knockouts.queries(layer, first, first + len(q_tND))
@@ -87,7 +87,7 @@ class _Request:
 
     Attributes:
         keys_values: layer -> those of all positions so far, `[positions, K, D]` and `[positions, K, E]`, with room for later ones.
-        known: the position after the last one of these.
+        known: how many positions have been computed.
     """
 
     knockouts: Knockouts
@@ -97,7 +97,7 @@ class _Request:
     def all_keys_values(
         self, layer: int, first: int, k_tKD: torch.Tensor, v_tKE: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Those of all positions up to this step's last one, which are kept if later queries need them."""
+        """The keys and values of all positions up to this step's last. Stores them if later steps need them."""
         stop = first + len(k_tKD)
         if not first and stop >= self.knockouts.end:
             return k_tKD, v_tKE
@@ -116,7 +116,7 @@ class AttentionCuts:
     """Cuts edges in the attention of one worker's layers. Layers have hooks while a request needs them.
 
     Args:
-        rank: of the tensor-parallel ranks, each of which has as many heads.
+        rank: this worker's tensor-parallel rank. All ranks have equally many heads.
     """
 
     def __init__(self, model: nn.Module, arch: Architecture, rank: int) -> None:
@@ -174,7 +174,7 @@ class AttentionCuts:
         self._step = []
 
     def _watch(self, layer: int, module: Any) -> Callable[[], None]:
-        """See every call of a layer's attention; the function that ends this."""
+        """Hook a layer's attention. Returns a function that removes the hook."""
         if isinstance(module, Heads):
             module.cut = partial(self._cut_in_transformers, layer, module)
             return partial(setattr, module, "cut", None)

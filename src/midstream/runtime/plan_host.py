@@ -545,7 +545,9 @@ class PlanHost:
                 "prompt."
             )
         if old.knockouts is not None:
-            raise PlanError("A session of streaming input takes no Knockout: its positions are those of one prompt.")
+            raise PlanError(
+                "A Knockout does not work in a session of streaming input, because its positions refer to a single prompt. Leave it out."
+            )
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
         request.sources, request.loaded, request.length = sources, loaded, length

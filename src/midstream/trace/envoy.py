@@ -421,8 +421,9 @@ class AttentionProbabilities(SitePerLayer):
         settings = settings_of(module)
         if is_cut(module, rows):
             raise TraceError(
-                "attention_probabilities are those before the plan's Knockout at this layer. Read them in a trace without it; then set "
-                "those of the edges to 0 and normalise each row."
+                "attention_probabilities cannot be read at a layer where the plan has a Knockout: they would be those before it. Leave "
+                "this layer out of the Knockout and read them there. Then set the cut edges to 0, and divide each row by 1 minus the "
+                "probability that you removed."
             )
         if visit.step > 0 or (isinstance(rows, FlatRows) and rows.first_position > 0):
             raise TraceError(

@@ -28,10 +28,11 @@ class Knockout(Edit):
     Args:
         layers: `"all"`, a layer or a sequence of layers, counted from 0.
         keys: the tokens that are not attended to: one or several positions of the prompt, or a `Span`; negative numbers count from its end.
-        queries: the tokens that do not attend to them: as `keys`; with `phase="decode"` numbers of generated tokens, from 0. None means
-            all tokens of `phase`.
+        queries: the tokens that stop attending to `keys`: positions or a `Span`, as in `keys`. With `phase="decode"`, numbers of generated
+            tokens from 0. None means all tokens of `phase`.
         head: only this query head or these, counted from 0. None means all.
-        phase: `"both"`, `"prefill"` or `"decode"`: which queries None stands for.
+        phase: with `queries=None`: all tokens (`"both"`), those of the prompt (`"prefill"`), or generated ones (`"decode"`). With
+            `queries`, `"decode"` means that they count generated tokens.
 
     Raises:
         PlanError: the value of a field is not allowed.
