@@ -32,6 +32,7 @@ import openai
 import pytest
 import torch
 from body_checks import distances
+from capture_tools import wait_until
 from load_clients import request
 from mutations import mutated
 from plain_forward import PlainForward
@@ -857,6 +858,8 @@ def test_two_keys_that_fill_all_they_can_leave_a_third_served(server: Server) ->
             thread.join(60)
         for what in ("vectors", "runs"):
             server.ask("DELETE", f"/v1/midstream/{what}/of%20the%20third", admin=ADMIN)
+        # The server sees a little later that the sweeps' clients have gone, and then removes their runs.
+        wait_until(lambda: not server.ask("GET", "/v1/midstream/runs")[1]["runs"], 60)
 
 
 # ------------------------------------------------------------------------------------------- runs, the engine-wide plan

@@ -90,7 +90,9 @@ def test_what_follows_from_the_fields_of_a_toy_op() -> None:
 
 
 def test_what_register_refuses() -> None:
-    assert list(kinds()) == ["patch", "steer", "scale", "clamp", "apply", "when"], "in the order in which they act"
+    assert list(kinds()) == ["knockout", "patch", "steer", "scale", "clamp", "apply", "when"], (
+        "in the order in which they act"
+    )
 
     @dataclass(frozen=True)
     class Steer(Edit):  # another class of that kind
