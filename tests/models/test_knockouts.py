@@ -299,7 +299,7 @@ def test_models_without_the_sites_refuse(tmp_path_factory: pytest.TempPathFactor
     [
         ({}, {}, None),
         ({"kv_cache_dtype": "bfloat16"}, {}, None),
-        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "it does not support a KV cache of fp8_e4m3, whose rounding"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "it does not support a quantised KV cache (fp8_e4m3)"),
         ({"attn_type": "encoder_only"}, {}, "it does not support attention in both directions"),
         ({"use_mm_prefix": True}, {}, "it does not support attention in both directions"),
         ({}, {"alibi_slopes": torch.ones(4)}, "it does not support position biases"),
