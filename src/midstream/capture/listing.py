@@ -54,9 +54,8 @@ class Listing:
         self.ids: dict[str, str] = {}
         self.kinds: set[tuple[str, str] | None] = set()
         self.read: dict[Path, int] = {}
-        self._places: dict[
-            str, tuple[Path, int]
-        ] = {}  # of each prompt's line, or of its error's line if every run of it failed
+        # Of each prompt's line, or of its error's line if every run of it failed.
+        self._places: dict[str, tuple[Path, int]] = {}
         self._used: dict[str, int] = {}  # the bytes of each shard of a listed prompt
 
     def refresh(self) -> None:
