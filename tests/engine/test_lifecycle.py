@@ -40,9 +40,7 @@ def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callabl
     segments = script.shared_memory()
     assert segments and script.sockets() and len(script.processes()) > 1  # what is looked for below is seen here
     os.killpg(script.process.pid, signal.SIGINT)
-    assert (
-        script.process.wait(15) != 0
-    )  # 4 s on an idle machine, of which Python takes 3; vLLM's processes would take 5 more
+    assert script.process.wait(45) != 0  # 4 s on an idle machine
     assert "results channel" not in (script.directory / "errors").read_text()
     assert "KeyboardInterrupt" in (script.directory / "errors").read_text()
     assert script.all_ended()

@@ -263,7 +263,7 @@ def test_other_options_are_the_engines() -> None:
 @pytest.mark.slow
 def test_processes_share_a_directory_and_go_on_after_a_kill(installed: Any, tmp_path: Path, plain: Plain) -> None:
     count, to = 600, tmp_path / "rows"
-    prompts = [[1, 200 + i, *range(30, 130 + i % 5)] for i in range(count)]
+    prompts = [[1, 200 + i, *range(30, 330 + i % 5)] for i in range(count)]
     file = written(tmp_path / "prompts.jsonl", prompts)
 
     def start(shard: int) -> subprocess.Popen[str]:

@@ -225,8 +225,10 @@ def _host() -> str:
 
 
 def _new_writer_name() -> str:
-    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
-    return f"{started}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+    # Names sort by time: of a prompt that was run again, the later run counts.
+    return f"{started}{nanoseconds // 1000:06}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def remove_orphans(directory: Path) -> None:
