@@ -25,6 +25,15 @@ pytestmark = pytest.mark.engine
 PROMPT = "The river runs from the mountains to the sea; the water is cold in the winter and warm in the summer."
 LAYERS, AT = range(tiny_models.LAYERS), 2
 STEPS = 4
+SIZES: dict[str, Any] = {
+    "max_model_len": 256,
+    "gpu_memory_utilization": 0.1,
+    "block_size": 32,
+    "max_num_batched_tokens": 96,  # longer prompts come in chunks
+    "num_gpu_blocks_override": 18,  # not enough for four long requests: they are preempted
+    "disable_log_stats": False,
+    "enable_prefix_caching": True,
+}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "compiled": {},
@@ -55,16 +64,7 @@ MODES: dict[str, dict[str, Any]] = {
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VLLM, Attended]]:
     name, mode = request.param
     path = tiny_models.build(name, tmp_path_factory.mktemp("models"))
-    engine = {
-        **ENGINE,
-        "max_model_len": 256,
-        "gpu_memory_utilization": 0.1,
-        "block_size": 32,
-        "max_num_batched_tokens": 96,  # longer prompts come in chunks
-        "num_gpu_blocks_override": 18,  # not enough for four long requests: they are preempted
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-    }
+    engine = {**ENGINE, **SIZES}
     with forked(), VLLM(str(path), **engine, **MODES[mode]) as model:
         yield model, Attended(path)
         assert not alive(model)

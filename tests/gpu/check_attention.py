@@ -19,15 +19,6 @@ from on_gpu import engine_arguments, parsed, parser_of, run_checks
 # Transformers, which runs first, leaves threads behind that a forked process does not have.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-# As in that file: prompts are split, and requests are preempted.
-SIZES = {
-    "max_model_len": 256,
-    "block_size": 32,
-    "max_num_batched_tokens": 96,
-    "num_gpu_blocks_override": 18,
-    "disable_log_stats": False,
-    "enable_prefix_caching": True,
-}
 
 
 def cases(test: Any) -> list[dict[str, Any]]:
@@ -52,7 +43,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as directory:
         path = tiny_models.build(arguments.model, Path(directory))
-        given = {**engine_arguments(arguments), **SIZES, **tiny_models.ARCHITECTURES[arguments.model].engine}
+        given = {**engine_arguments(arguments), **tests.SIZES, **tiny_models.ARCHITECTURES[arguments.model].engine}
         given.pop("kv_cache_memory_bytes", None)
         with VLLM(str(path), **given) as model:
             both = (model, Attended(path))

@@ -76,8 +76,13 @@ class Mode:
         return replace(self, **self.on_cpu) if cpu else self
 
 
-_DRAFTED = {"tokens": 24, "positions": "all_prompt", "checks": "SpeculativeChecks"}
-_NO_ROWS = "edits anywhere; captures and probes of the prompt. Those of generated tokens raise `PlanError`"
+_DRAFTED = {
+    "tokens": 24,
+    "positions": "all_prompt",
+    "checks": "SpeculativeChecks",
+    "plans": "edits anywhere; captures and probes of the prompt. Those of generated tokens raise `PlanError`",
+    "traces": "`TraceError`",
+}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 _EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
 _NO_DRAFTS = (
@@ -148,8 +153,6 @@ MODES = [
         'speculative_config={"method": "ngram", ...}, async_scheduling=False',
         {"speculative_config": _NGRAM, "async_scheduling": False, **_COUNTED},
         cpu="ci",
-        plans=_NO_ROWS,
-        traces="`TraceError`",
         **_DRAFTED,
     ),
     Mode(
@@ -157,18 +160,14 @@ MODES = [
         'speculative_config={"method": "eagle", ...}, async_scheduling=False',
         {"speculative_config": _EAGLE, "async_scheduling": False, **_COUNTED},
         cpu="all",
-        plans=_NO_ROWS,
-        traces="`TraceError`",
         **_DRAFTED,
     ),
     Mode(
         "speculative decoding, EAGLE, with async scheduling",
         'speculative_config={"method": "eagle", ...}',
         {"speculative_config": _EAGLE, "async_scheduling": True, **_COUNTED},
-        plans="`PlanError`",
-        traces="`TraceError`",
         tests=(_NO_DRAFTS,),
-        **{**_DRAFTED, "checks": "AsynchronousSpeculativeChecks"},
+        **{**_DRAFTED, "checks": "AsynchronousSpeculativeChecks", "plans": "`PlanError`"},
     ),
     Mode("sleep mode, level 1", "enable_sleep_mode=True", {"enable_sleep_mode": True}, disturb=sleep_lightly),
     Mode("sleep mode, level 2", "enable_sleep_mode=True", {"enable_sleep_mode": True}, disturb=sleep_deeply),

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from tiny_models import ARCHITECTURES, LAYERS, MAX_POSITIONS, UNSUPPORTED_ON_CPU, Architecture
+from tiny_models import (
+    ARCHITECTURES,
+    LAYERS,
+    MAX_POSITIONS,
+    NARROW_GQA,
+    UNSUPPORTED_ON_CPU,
+    WIDE,
+    WIDE_GQA,
+    Architecture,
+)
 
-_COMMON = {
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": MAX_POSITIONS,
-    "intermediate_size": 192,
-}
-_WIDE = {**_COMMON, "hidden_size": 128}
-_WIDE_GQA = {**_WIDE, "num_key_value_heads": 2}
-_GQA = {**_COMMON, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}
 _SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 _LONG_WINDOW = {"sliding_window": 128, "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]}
 _SPARSE = {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}
@@ -56,7 +56,7 @@ FURTHER: dict[str, Architecture] = {
     "qwen3_next": Architecture(
         "qwen3_next",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_EXPERTS,
             **_DELTA,
             "linear_key_head_dim": 128,
@@ -65,14 +65,14 @@ FURTHER: dict[str, Architecture] = {
         },
         dtype="bfloat16",
     ),
-    "qwen3_5": Architecture("qwen3_5_text", {**_GQA, **_DELTA}),
+    "qwen3_5": Architecture("qwen3_5_text", {**NARROW_GQA, **_DELTA}),
     "qwen3_5_moe": Architecture(
-        "qwen3_5_moe_text", {**_GQA, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 96}
+        "qwen3_5_moe_text", {**NARROW_GQA, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 96}
     ),
     "qwen4_exp": Architecture(
         "qwen4_exp_text",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_EXPERTS,
             **_DELTA,
             "layer_types": ["linear_attention", "indexed_attention"] * (LAYERS // 2),
@@ -88,12 +88,12 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "deepseek_v2": Architecture(
-        "deepseek_v2", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH
+        "deepseek_v2", {**WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH
     ),
     "deepseek_v3": Architecture(
         "deepseek_v3",
         {
-            **_WIDE,
+            **WIDE,
             **_LATENT,
             **_DEEPSEEK_EXPERTS,
             "first_k_dense_replace": 1,
@@ -102,28 +102,28 @@ FURTHER: dict[str, Architecture] = {
         },
         _ROTARY_IN_TORCH,
     ),
-    "deepseek_v32": Architecture("deepseek_v32", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
-    "deepseek_v4": Architecture("deepseek_v4", {**_WIDE, **_DEEPSEEK_EXPERTS}),
-    "ministral3": Architecture("ministral3", _GQA),
-    "ministral": Architecture("ministral", {**_GQA, "sliding_window": 16}),
+    "deepseek_v32": Architecture("deepseek_v32", {**WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
+    "deepseek_v4": Architecture("deepseek_v4", {**WIDE, **_DEEPSEEK_EXPERTS}),
+    "ministral3": Architecture("ministral3", NARROW_GQA),
+    "ministral": Architecture("ministral", {**NARROW_GQA, "sliding_window": 16}),
     "phimoe": Architecture(
         "phimoe",
-        {**_WIDE_GQA, **_LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True},
+        {**WIDE_GQA, **_LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True},
         {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
         zeroed="lm_head.bias",
     ),
-    "ernie4_5": Architecture("ernie4_5", _GQA),
+    "ernie4_5": Architecture("ernie4_5", NARROW_GQA),
     "ernie4_5_moe": Architecture(
         "ernie4_5_moe",
-        {**_WIDE_GQA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 96, "moe_layer_end_index": LAYERS - 1},
+        {**WIDE_GQA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 96, "moe_layer_end_index": LAYERS - 1},
         zeroed="e_score_correction_bias",
     ),
-    "olmo3": Architecture("olmo3", {**_WIDE_GQA, **_SLIDING}),
-    "olmo_hybrid": Architecture("olmo_hybrid", {**_WIDE_GQA, **_DELTA, "linear_num_value_heads": 2}),
+    "olmo3": Architecture("olmo3", {**WIDE_GQA, **_SLIDING}),
+    "olmo_hybrid": Architecture("olmo_hybrid", {**WIDE_GQA, **_DELTA, "linear_num_value_heads": 2}),
     "gemma3n": Architecture(
         "gemma3n_text",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_SLIDING,
             "vocab_size_per_layer_input": 384,
             "hidden_size_per_layer_input": 32,
@@ -135,20 +135,20 @@ FURTHER: dict[str, Architecture] = {
     ),
     "gemma4": Architecture(
         "gemma4_text",
-        {**_GQA, **_SLIDING, "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 32},
+        {**NARROW_GQA, **_SLIDING, "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 32},
         embedding_std=0.05,
     ),
-    "glm": Architecture("glm", _GQA),
+    "glm": Architecture("glm", NARROW_GQA),
     "glm4_moe_lite": Architecture(
         "glm4_moe_lite",
-        {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},
+        {**WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},
         _ROTARY_IN_TORCH,
     ),
-    "glm_moe_dsa": Architecture("glm_moe_dsa", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER}),
-    "exaone4": Architecture("exaone4", {**_WIDE_GQA, **_SLIDING}),
-    "exaone_moe": Architecture("exaone_moe", {**_WIDE_GQA, **_SLIDING, **_EXPERTS, **_SPARSE}),
-    "seed_oss": Architecture("seed_oss", {**_GQA, "attention_dropout": 0.0, "residual_dropout": 0.0}),
-    "nemotron": Architecture("nemotron", {**_WIDE_GQA, "head_dim": 32}),
+    "glm_moe_dsa": Architecture("glm_moe_dsa", {**WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER}),
+    "exaone4": Architecture("exaone4", {**WIDE_GQA, **_SLIDING}),
+    "exaone_moe": Architecture("exaone_moe", {**WIDE_GQA, **_SLIDING, **_EXPERTS, **_SPARSE}),
+    "seed_oss": Architecture("seed_oss", {**NARROW_GQA, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "nemotron": Architecture("nemotron", {**WIDE_GQA, "head_dim": 32}),
     "nemotron_h": Architecture(
         "nemotron_h",
         {
@@ -171,12 +171,12 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "granitemoeshared": Architecture(
-        "granitemoeshared", {**_WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, "shared_intermediate_size": 96}
+        "granitemoeshared", {**WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, "shared_intermediate_size": 96}
     ),
     "granitemoehybrid": Architecture(
         "granitemoehybrid",
         {
-            **_WIDE_GQA,
+            **WIDE_GQA,
             **_LOCAL_EXPERTS,
             **_MAMBA2,
             **_GRANITE,
@@ -186,17 +186,17 @@ FURTHER: dict[str, Architecture] = {
     ),
     "granitemoe_swa": Architecture(
         "granitemoe_swa",
-        {**_WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS},
+        {**WIDE_GQA, **_LOCAL_EXPERTS, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS},
     ),
     "granite_swa": Architecture(
-        "granite_swa", {**_WIDE_GQA, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS}
+        "granite_swa", {**WIDE_GQA, **_GRANITE, **_SLIDING, "layer_rope_theta": [10000.0] * LAYERS}
     ),
-    "bamba": Architecture("bamba", {**_WIDE_GQA, **_MAMBA2, "attn_layer_indices": [1, 3]}),
-    "falcon_h1": Architecture("falcon_h1", {**_WIDE_GQA, **_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": False}),
+    "bamba": Architecture("bamba", {**WIDE_GQA, **_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": Architecture("falcon_h1", {**WIDE_GQA, **_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": False}),
     "jamba": Architecture(
         "jamba",
         {
-            **_WIDE_GQA,
+            **WIDE_GQA,
             **_MAMBA,
             "mamba_dt_rank": 8,
             "num_experts": 4,
@@ -222,14 +222,14 @@ FURTHER: dict[str, Architecture] = {
     ),
     "minicpm3": Architecture(
         "minicpm3",
-        {**_WIDE, **_LATENT, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64},
+        {**WIDE, **_LATENT, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64},
     ),
-    "arcee": Architecture("arcee", {**_WIDE_GQA, "head_dim": 32}),
-    "apertus": Architecture("apertus", _WIDE_GQA),
+    "arcee": Architecture("arcee", {**WIDE_GQA, "head_dim": 32}),
+    "apertus": Architecture("apertus", WIDE_GQA),
     "afmoe": Architecture(
         "afmoe",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_EXPERTS,
             **_SLIDING,
             "num_dense_layers": 1,
@@ -241,13 +241,13 @@ FURTHER: dict[str, Architecture] = {
         },
     ),
     "axk1": Architecture(
-        "axk1", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH
+        "axk1", {**WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, "first_k_dense_replace": 1}, _ROTARY_IN_TORCH
     ),
-    "cohere2": Architecture("cohere2", {**_WIDE_GQA, **_LONG_WINDOW, "logit_scale": 0.5}),
+    "cohere2": Architecture("cohere2", {**WIDE_GQA, **_LONG_WINDOW, "logit_scale": 0.5}),
     "cohere2_moe": Architecture(
         "cohere2_moe",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_LONG_WINDOW,
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -266,11 +266,11 @@ FURTHER: dict[str, Architecture] = {
             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
-    "hrm_text": Architecture("hrm_text", {**_GQA, "num_layers_per_stack": 2}),
+    "hrm_text": Architecture("hrm_text", {**NARROW_GQA, "num_layers_per_stack": 2}),
     "hy_v3": Architecture(
         "hy_v3",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_EXPERTS,
             **_SPARSE,
             "first_k_dense_replace": 1,
@@ -279,12 +279,12 @@ FURTHER: dict[str, Architecture] = {
             "qk_norm": True,
         },
     ),
-    "hy_v4": Architecture("hy_v4", {**_WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
-    "hyperclovax": Architecture("hyperclovax", {**_WIDE_GQA, "head_dim": 32}),
+    "hy_v4": Architecture("hy_v4", {**WIDE, **_LATENT, **_DEEPSEEK_EXPERTS, **_SPARSE, **_INDEXER}),
+    "hyperclovax": Architecture("hyperclovax", {**WIDE_GQA, "head_dim": 32}),
     "kimi_linear": Architecture(
         "kimi_linear",
         {
-            **_WIDE,
+            **WIDE,
             **_LATENT,
             "q_lora_rank": None,
             "num_experts": 4,
@@ -300,7 +300,7 @@ FURTHER: dict[str, Architecture] = {
     "lfm2": Architecture(
         "lfm2",
         {
-            **_WIDE_GQA,
+            **WIDE_GQA,
             "block_multiple_of": 64,
             "conv_dim": 128,
             "block_dim": 128,
@@ -310,13 +310,13 @@ FURTHER: dict[str, Architecture] = {
     ),
     "lfm2_moe": Architecture(
         "lfm2_moe",
-        {**_WIDE_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+        {**WIDE_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
         _ROTARY_IN_TORCH,
     ),
     "laguna": Architecture(
         "laguna",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_EXPERTS,
             **_SPARSE,
             **_SLIDING,
@@ -344,20 +344,27 @@ FURTHER: dict[str, Architecture] = {
         _ROTARY_IN_TORCH,
     ),
     "minimax_m2": Architecture(
-        "minimax_m2", {**_GQA, **_LOCAL_EXPERTS, "rotary_dim": 32, "use_routing_bias": True, "scoring_func": "sigmoid"}
+        "minimax_m2",
+        {**NARROW_GQA, **_LOCAL_EXPERTS, "rotary_dim": 32, "use_routing_bias": True, "scoring_func": "sigmoid"},
     ),
     "minimax": Architecture(
         "minimax",
-        {**_GQA, **_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+        {**NARROW_GQA, **_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
     ),
     "minimax_m3": Architecture(
         "minimax_m3_vl_text",
-        {**_GQA, **_LOCAL_EXPERTS, "dense_intermediate_size": 192, "shared_intermediate_size": 96, "rotary_dim": 16},
+        {
+            **NARROW_GQA,
+            **_LOCAL_EXPERTS,
+            "dense_intermediate_size": 192,
+            "shared_intermediate_size": 96,
+            "rotary_dim": 16,
+        },
     ),
     "inkling": Architecture(
         "inkling_text",
         {
-            **_GQA,
+            **NARROW_GQA,
             "swa_num_attention_heads": 4,
             "swa_num_key_value_heads": 2,
             "swa_head_dim": 32,
@@ -371,7 +378,7 @@ FURTHER: dict[str, Architecture] = {
     "mimo_v2_flash": Architecture(
         "mimo_v2_flash",
         {
-            **_GQA,
+            **NARROW_GQA,
             **_SLIDING,
             **_SPARSE,
             **_DEEPSEEK_EXPERTS,
@@ -391,7 +398,7 @@ FURTHER: dict[str, Architecture] = {
     "zamba2": Architecture(
         "zamba2",
         {
-            **_WIDE,
+            **WIDE,
             **_MAMBA,
             "num_key_value_heads": 4,
             "mamba_ngroups": 1,
@@ -405,30 +412,38 @@ FURTHER: dict[str, Architecture] = {
             "time_step_min": 1e-30,
         },
     ),
-    "hunyuan_dense": Architecture("hunyuan_v1_dense", _GQA),
-    "jais2": Architecture("jais2", {**_WIDE_GQA, "head_dim": 32}),
-    "cwm": Architecture("cwm", {**_GQA, **_SLIDING}),
+    "hunyuan_dense": Architecture("hunyuan_v1_dense", NARROW_GQA),
+    "jais2": Architecture("jais2", {**WIDE_GQA, "head_dim": 32}),
+    "cwm": Architecture("cwm", {**NARROW_GQA, **_SLIDING}),
     "gpt_bigcode": Architecture(
         "gpt_bigcode", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS}
     ),
     "mellum": Architecture(
         "mellum",
-        {**_GQA, **_SLIDING, **_LOCAL_EXPERTS, "moe_intermediate_size": 96, "mlp_layer_types": ["sparse"] * LAYERS},
+        {
+            **NARROW_GQA,
+            **_SLIDING,
+            **_LOCAL_EXPERTS,
+            "moe_intermediate_size": 96,
+            "mlp_layer_types": ["sparse"] * LAYERS,
+        },
     ),
-    "vaultgemma": Architecture("vaultgemma", {**_GQA, **_SLIDING, "query_pre_attn_scalar": 32}, embedding_std=0.05),
+    "vaultgemma": Architecture(
+        "vaultgemma", {**NARROW_GQA, **_SLIDING, "query_pre_attn_scalar": 32}, embedding_std=0.05
+    ),
     # Not in the registry: vLLM tries its Transformers backend.
     "aria_text": Architecture(
         "aria_text",
-        {**_WIDE_GQA, "head_dim": 32, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_num_shared_experts": 1},
+        {**WIDE_GQA, "head_dim": 32, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_num_shared_experts": 1},
     ),
-    "biogpt": Architecture("biogpt", _WIDE),
-    "bitnet": Architecture("bitnet", _WIDE_GQA),
+    "biogpt": Architecture("biogpt", WIDE),
+    "bitnet": Architecture("bitnet", WIDE_GQA),
     "codegen": Architecture(
         "codegen", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS, "rotary_dim": 16}
     ),
-    "diffllama": Architecture("diffllama", {**_WIDE_GQA, "head_dim": 32}),
-    "doge": Architecture("doge", _WIDE_GQA),
-    "gemma4_unified": Architecture("gemma4_unified_text", {**_GQA, **_SLIDING}, embedding_std=0.05),
+    "diffllama": Architecture("diffllama", {**WIDE_GQA, "head_dim": 32}),
+    "doge": Architecture("doge", WIDE_GQA),
+    "gemma4_unified": Architecture("gemma4_unified_text", {**NARROW_GQA, **_SLIDING}, embedding_std=0.05),
     "gpt_neo": Architecture(
         "gpt_neo",
         {
@@ -441,8 +456,8 @@ FURTHER: dict[str, Architecture] = {
             "window_size": 16,
         },
     ),
-    "gpt_neox_japanese": Architecture("gpt_neox_japanese", {**_WIDE, "intermediate_multiple_size": 2}),
-    "helium": Architecture("helium", {**_WIDE_GQA, "head_dim": 32}),
+    "gpt_neox_japanese": Architecture("gpt_neox_japanese", {**WIDE, "intermediate_multiple_size": 2}),
+    "helium": Architecture("helium", {**WIDE_GQA, "head_dim": 32}),
     "jetmoe": Architecture(
         "jetmoe",
         {
@@ -455,15 +470,15 @@ FURTHER: dict[str, Architecture] = {
             "max_position_embeddings": MAX_POSITIONS,
         },
     ),
-    "nanochat": Architecture("nanochat", _WIDE_GQA),
+    "nanochat": Architecture("nanochat", WIDE_GQA),
     "openai_gpt": Architecture(
         "openai-gpt", {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS}
     ),
-    "persimmon": Architecture("persimmon", _WIDE),
+    "persimmon": Architecture("persimmon", WIDE),
     "recurrent_gemma": Architecture(
         "recurrent_gemma",
         {
-            **_GQA,
+            **NARROW_GQA,
             "num_attention_heads": 4,
             "lru_width": 64,
             "attention_window_size": 64,
@@ -481,7 +496,7 @@ FURTHER: dict[str, Architecture] = {
             "intermediate_size": 192,
         },
     ),
-    "solar_open": Architecture("solar_open", {**_GQA, **_DEEPSEEK_EXPERTS}),
+    "solar_open": Architecture("solar_open", {**NARROW_GQA, **_DEEPSEEK_EXPERTS}),
     "xglm": Architecture(
         "xglm",
         {
@@ -496,11 +511,11 @@ FURTHER: dict[str, Architecture] = {
         "xlstm",
         {"hidden_size": 128, "embedding_dim": 128, "num_hidden_layers": LAYERS, "num_blocks": LAYERS, "num_heads": 4},
     ),
-    "youtu": Architecture("youtu", {**_WIDE, **_LATENT}, _ROTARY_IN_TORCH),
+    "youtu": Architecture("youtu", {**WIDE, **_LATENT}, _ROTARY_IN_TORCH),
     "zamba": Architecture(
         "zamba",
         {
-            **_WIDE,
+            **WIDE,
             **_MAMBA,
             "num_key_value_heads": 4,
             "attention_hidden_size": 256,
@@ -510,7 +525,9 @@ FURTHER: dict[str, Architecture] = {
             "use_mamba_kernels": False,
         },
     ),
-    "zaya": Architecture("zaya", {**_GQA, "num_experts": 4, "moe_intermediate_size": 96, "router_hidden_size": 32}),
+    "zaya": Architecture(
+        "zaya", {**NARROW_GQA, "num_experts": 4, "moe_intermediate_size": 96, "router_hidden_size": 32}
+    ),
 }
 
 ALL: dict[str, Architecture] = {**ARCHITECTURES, **FURTHER}

@@ -68,15 +68,15 @@ class Architecture:
 
 # vLLM's CPU attention takes head sizes 32, 64, 80, 96, ... and nothing smaller. Most configs derive the head size from
 # hidden_size; those that state it get one with heads * head_dim != hidden, so that mixing the two up fails.
-_COMMON = {
+COMMON = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "max_position_embeddings": MAX_POSITIONS,
     "intermediate_size": 192,
 }
-_WIDE = {**_COMMON, "hidden_size": 128}
-_WIDE_GQA = {**_WIDE, "num_key_value_heads": 2}
-_NARROW_GQA = {**_COMMON, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}
+WIDE = {**COMMON, "hidden_size": 128}
+WIDE_GQA = {**WIDE, "num_key_value_heads": 2}
+NARROW_GQA = {**COMMON, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}
 _GPT = {"n_layer": LAYERS, "n_head": 4, "n_embd": 128, "n_positions": MAX_POSITIONS}
 _FALCON = {
     "num_hidden_layers": LAYERS,
@@ -85,7 +85,7 @@ _FALCON = {
     "max_position_embeddings": MAX_POSITIONS,
 }
 _GEMMA_SLIDING = {
-    **_NARROW_GQA,
+    **NARROW_GQA,
     "query_pre_attn_scalar": 32,
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
@@ -114,63 +114,63 @@ _TRANSFORMERS_BACKEND = {"model_impl": "transformers"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Those that the requirements name.
-    "llama": Architecture("llama", _WIDE_GQA),
-    "mistral": Architecture("mistral", {**_WIDE_GQA, "sliding_window": None}),
-    "qwen2": Architecture("qwen2", _WIDE_GQA),
-    "qwen3": Architecture("qwen3", _NARROW_GQA),
+    "llama": Architecture("llama", WIDE_GQA),
+    "mistral": Architecture("mistral", {**WIDE_GQA, "sliding_window": None}),
+    "qwen2": Architecture("qwen2", WIDE_GQA),
+    "qwen3": Architecture("qwen3", NARROW_GQA),
     "gemma2": Architecture("gemma2", _GEMMA_SLIDING, embedding_std=_GEMMA_STD),
     "gemma3": Architecture("gemma3_text", _GEMMA_SLIDING, embedding_std=_GEMMA_STD),
-    "phi3": Architecture("phi3", {**_WIDE_GQA, "original_max_position_embeddings": MAX_POSITIONS}),
+    "phi3": Architecture("phi3", {**WIDE_GQA, "original_max_position_embeddings": MAX_POSITIONS}),
     "gpt2": Architecture("gpt2", _GPT),
     "opt": Architecture("opt", {**_OPT, "word_embed_proj_dim": 128}),
-    "gpt_neox": Architecture("gpt_neox", _WIDE),
+    "gpt_neox": Architecture("gpt_neox", WIDE),
     "falcon": Architecture("falcon", _FALCON),
-    "olmo2": Architecture("olmo2", _WIDE_GQA),
-    "mixtral": Architecture("mixtral", {**_WIDE_GQA, **_LOCAL_MOE}),
-    "qwen3_moe": Architecture("qwen3_moe", {**_NARROW_GQA, **_QWEN_MOE}),
+    "olmo2": Architecture("olmo2", WIDE_GQA),
+    "mixtral": Architecture("mixtral", {**WIDE_GQA, **_LOCAL_MOE}),
+    "qwen3_moe": Architecture("qwen3_moe", {**NARROW_GQA, **_QWEN_MOE}),
     # Through the Transformers backend, where vLLM also has a model of its own.
-    "llama_transformers": Architecture("llama", _WIDE_GQA, _TRANSFORMERS_BACKEND),
-    "qwen3_transformers": Architecture("qwen3", _NARROW_GQA, _TRANSFORMERS_BACKEND),
+    "llama_transformers": Architecture("llama", WIDE_GQA, _TRANSFORMERS_BACKEND),
+    "qwen3_transformers": Architecture("qwen3", NARROW_GQA, _TRANSFORMERS_BACKEND),
     "gemma2_transformers": Architecture("gemma2", _GEMMA_SLIDING, _TRANSFORMERS_BACKEND, _GEMMA_STD),
     # More families, and the variants of a family that change the shape of its block.
-    "smollm3": Architecture("smollm3", _WIDE_GQA),
-    "gemma": Architecture("gemma", _NARROW_GQA, embedding_std=_GEMMA_STD),
-    "phi": Architecture("phi", _WIDE),
-    "stablelm": Architecture("stablelm", _WIDE_GQA),
-    "starcoder2": Architecture("starcoder2", _WIDE_GQA),
-    "cohere": Architecture("cohere", {**_WIDE_GQA, "logit_scale": 0.5}),
+    "smollm3": Architecture("smollm3", WIDE_GQA),
+    "gemma": Architecture("gemma", NARROW_GQA, embedding_std=_GEMMA_STD),
+    "phi": Architecture("phi", WIDE),
+    "stablelm": Architecture("stablelm", WIDE_GQA),
+    "starcoder2": Architecture("starcoder2", WIDE_GQA),
+    "cohere": Architecture("cohere", {**WIDE_GQA, "logit_scale": 0.5}),
     "gptj": Architecture("gptj", {**_GPT, "rotary_dim": 16}),
     # vLLM runs BLOOM with the exact GELU, transformers with the tanh form that it was trained with.
     "bloom": Architecture("bloom", {"n_layer": LAYERS, "n_head": 4, "hidden_size": 128}, rtol=1e-3),
     "mpt": Architecture("mpt", {"n_layers": LAYERS, "n_heads": 4, "d_model": 128, "max_seq_len": MAX_POSITIONS}),
     "granite": Architecture(
         "granite",
-        {**_WIDE_GQA, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {**WIDE_GQA, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
-    "olmo": Architecture("olmo", _WIDE_GQA),
-    "olmoe": Architecture("olmoe", {**_WIDE_GQA, "num_experts": 4, "num_experts_per_tok": 2}),
-    "glm4": Architecture("glm4", _NARROW_GQA),
-    "qwen2_moe": Architecture("qwen2_moe", {**_WIDE_GQA, **_QWEN_MOE, "shared_expert_intermediate_size": 96}),
-    "gpt_oss": Architecture("gpt_oss", {**_NARROW_GQA, **_LOCAL_MOE, "sliding_window": 16}),
+    "olmo": Architecture("olmo", WIDE_GQA),
+    "olmoe": Architecture("olmoe", {**WIDE_GQA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": Architecture("glm4", NARROW_GQA),
+    "qwen2_moe": Architecture("qwen2_moe", {**WIDE_GQA, **_QWEN_MOE, "shared_expert_intermediate_size": 96}),
+    "gpt_oss": Architecture("gpt_oss", {**NARROW_GQA, **_LOCAL_MOE, "sliding_window": 16}),
     "granitemoe": Architecture(
         "granitemoe",
-        {**_WIDE_GQA, **_LOCAL_MOE, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {**WIDE_GQA, **_LOCAL_MOE, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
     "llama4": Architecture(
         "llama4_text",
         {
-            **_NARROW_GQA,
+            **NARROW_GQA,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
             "intermediate_size_mlp": 192,
             "interleave_moe_layer_step": 1,
         },
     ),
-    "glm4_moe": Architecture("glm4_moe", {**_NARROW_GQA, **_DEEPSEEK_MOE}),
-    "dots1": Architecture("dots1", {**_NARROW_GQA, **_DEEPSEEK_MOE}),
-    "flex_olmo": Architecture("flex_olmo", {**_WIDE_GQA, "num_experts": 4, "num_experts_per_tok": 2}),
-    "hunyuan_moe": Architecture("hunyuan_v1_moe", {**_NARROW_GQA, "num_experts": 4, "moe_topk": 2}),
-    "gpt_neox_serial": Architecture("gpt_neox", {**_WIDE, "use_parallel_residual": False}),
+    "glm4_moe": Architecture("glm4_moe", {**NARROW_GQA, **_DEEPSEEK_MOE}),
+    "dots1": Architecture("dots1", {**NARROW_GQA, **_DEEPSEEK_MOE}),
+    "flex_olmo": Architecture("flex_olmo", {**WIDE_GQA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan_moe": Architecture("hunyuan_v1_moe", {**NARROW_GQA, "num_experts": 4, "moe_topk": 2}),
+    "gpt_neox_serial": Architecture("gpt_neox", {**WIDE, "use_parallel_residual": False}),
     "falcon_serial": Architecture("falcon", {**_FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
     "falcon_two_norms": Architecture("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "opt_post_norm": Architecture("opt", {**_OPT, "word_embed_proj_dim": 64, "do_layer_norm_before": False}),
