@@ -48,7 +48,7 @@ from safetensors.torch import load_file
 
 from midstream.capture import directory as directory_module
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.directory import DirectorySink, open_captures
+from midstream.capture.directory import DirectorySink, open_captures, write_shard
 from midstream.errors import CaptureError, NotCapturedError
 
 # -------------------------------------------------------------------------------------------------- bit for bit
@@ -173,19 +173,22 @@ def test_a_collected_request_can_be_read_while_others_run(tmp_path):
 
 def test_requests_that_end_together_share_a_shard_and_the_index_is_appended_to(tmp_path, monkeypatch):
     """Thousands of requests: a line each, and no byte of the index is written twice."""
-    written = []
-    really = os.write
-    monkeypatch.setattr(directory_module.os, "write", lambda fd, data: written.append(len(data)) or really(fd, data))
+    appended = []
+    really = directory_module._append
+    monkeypatch.setattr(directory_module, "_append", lambda fd, lines: appended.append(len(lines)) or really(fd, lines))
     rounds, many = 4, 500
     with closing(Sinks()) as sinks:
         for i in range(rounds):
             names = [f"{i}-{j}" for j in range(many)]
             for name in names:
-                write(sinks, tmp_path, segment(name, range(2), A), A, prompt=[1, 2])
+                begin(sinks, name, *everything(tmp_path, A), prompt=[1, 2], layers=LAYERS)
+            for name in names:
+                sinks.put(segment(name, range(2), A))
+                sinks.end(name, 2)
             for name in names:
                 sinks.result(name)
     (index,) = tmp_path.glob("index-*.jsonl")
-    assert sum(written) == index.stat().st_size
+    assert sum(appended) == index.stat().st_size
     assert len(list(tmp_path.glob("*.safetensors"))) <= 40  # 4, and more where writing takes seconds
     start = time.thread_time()
     captures = open_captures(tmp_path)
@@ -442,23 +445,23 @@ def test_a_full_disk_fails_what_it_hits_and_later_requests_are_written(tmp_path,
 
 def test_a_batch_that_was_not_listed_whole_is_not_listed(tmp_path, monkeypatch):
     """What is reported as failed is not there for readers, and not in memory any more."""
-    really = os.write
+    really = os.writev
 
-    def one_line(descriptor, data):
-        first, _, rest = bytes(data).partition(b"\n")
-        if not rest:
+    def one_line(descriptor, buffers):
+        first, _, rest = b"".join(buffers).partition(b"\n")
+        if descriptor == sink._index and not rest:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return really(descriptor, first + b"\n")
+        return really(descriptor, [first + b"\n"] if descriptor == sink._index else buffers)
 
     sink = DirectorySink(tmp_path)
     for name in ("a", "b"):
         sink.begin(CaptureInfo(name))
         sink.rows(name, "resid_post", 0, [0], torch.ones(1, 4))
         sink.end(name, None)
-    monkeypatch.setattr(directory_module.os, "write", one_line)
+    monkeypatch.setattr(os, "writev", one_line)
     with pytest.raises(OSError, match="No space left"):
         sink.flush()
-    monkeypatch.setattr(directory_module.os, "write", really)
+    monkeypatch.setattr(os, "writev", really)
     assert len(open_captures(tmp_path)) == 0
     sink.begin(CaptureInfo("c"))
     sink.rows("c", "resid_post", 0, [0], torch.ones(1, 4))
@@ -476,16 +479,17 @@ def _half_a_line(full):
     append = directory_module._append
 
     def call(index, lines):
-        really = os.write
+        really = os.writev
 
-        def write_little(descriptor, data):
+        def write_little(descriptor, buffers):
+            data = b"".join(buffers)
             if len(data) < len(lines):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return really(descriptor, bytes(data[:7]))
+            return really(descriptor, [data[:7]])
 
         if full[0]:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(os, "write", write_little)
+                patch.setattr(os, "writev", write_little)
                 return append(index, lines)
         return append(index, lines)
 
@@ -587,6 +591,34 @@ def test_memory_stays_within_the_shard_size(tmp_path):
     sink.end("a", None)
     sink.close()
     assert open_captures(tmp_path)["a"]["resid_post", 0].shape == (2000, 200)
+
+
+def test_the_last_open_request_waits_for_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("midstream.capture.consumers.LINGER", 1000.0)
+    with closing(Sinks()) as sinks:
+        for name in "ab":
+            begin(sinks, name, *everything(tmp_path, A), prompt=range(3), layers=LAYERS)
+            sinks.put(segment(name, range(3), A))
+        sinks.end("a", 3)
+        time.sleep(0.3)
+        assert len(open_captures(tmp_path)) == 0
+        sinks.end("b", 3)
+        wait_until(lambda: len(open_captures(tmp_path)) == 2)
+
+
+def test_a_shard_that_the_system_writes_in_small_pieces_is_whole(tmp_path, monkeypatch):
+    writev, calls = os.writev, []
+
+    def short(descriptor, buffers):
+        calls.append(len(buffers))
+        whole = b"".join(buffers)
+        return writev(descriptor, [whole[: min(len(whole), 1 + 997 * len(calls))]])
+
+    chunks = [torch.arange(7.0 * n).reshape(n, 7) for n in [*range(300), 0, 50]]
+    monkeypatch.setattr("os.writev", short)
+    size = write_shard(tmp_path / "x.safetensors", {"x": chunks})
+    assert (tmp_path / "x.safetensors").stat().st_size == size and len(calls) > 2
+    torch.testing.assert_close(load_file(tmp_path / "x.safetensors")["x"], torch.cat(chunks), rtol=0, atol=0)
 
 
 def test_requests_of_collect_share_a_file_while_others_run(tmp_path, monkeypatch):

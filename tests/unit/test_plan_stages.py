@@ -424,5 +424,14 @@ def test_an_engine_that_hands_kv_on_or_drafts_ahead_takes_neither_plans_nor_trac
 
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), **kind)
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"midstream": carried}, max_tokens=1))
-    with pytest.raises(PlanError, match=why):
+    with pytest.raises(PlanError, match=why) as refused:
         admitted(config, Settings(), request)
+
+    # An engine's front end raises it as one of vLLM's errors, too. Callers get it as it is.
+    from midstream.engine.admission import as_client_error
+    from midstream.engine.launch import translated_errors
+
+    error = as_client_error(refused.value)
+    with pytest.raises(PlanError, match=why) as raised, translated_errors():
+        raise error
+    assert raised.value is error

@@ -418,10 +418,12 @@ class ConsumerThread:
         return True
 
     def _linger(self) -> float:
+        """Seconds for which ended requests wait. If no others are open, there is nothing to wait for."""
         with self._changed:
-            run = len(self._open) > len(self._unflushed)
+            if len(self._open) == len(self._unflushed):
+                return 0.0
         of_collect = all(delivery.info.collected is not None for delivery in self._unflushed)
-        return COLLECT_LINGER if run and of_collect else LINGER
+        return COLLECT_LINGER if of_collect else LINGER
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
         """Call the consumer. Returns the error that it raised."""

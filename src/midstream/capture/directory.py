@@ -76,6 +76,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 _ALIGN = 64  # bytes; where a shard's data starts
+_VECTOR = 256  # parts of a file that one call writes
 SHARD_BYTES = 256 << 20
 CHUNK_BYTES = 512  # overhead of a buffered chunk of rows
 
@@ -262,13 +263,23 @@ def _append(index: int, lines: bytes) -> None:
     """Append all lines to a file, or none."""
     before = os.fstat(index).st_size
     try:
-        view = memoryview(lines)
-        while view:
-            view = view[os.write(index, view) :]
+        _write(index, [lines])
         os.fsync(index)
     except BaseException:
         os.ftruncate(index, before)
         raise
+
+
+def _write(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
+    """Write all parts, many with each call: after a call the thread may wait for Python's lock, which an event loop often holds."""
+    parts = iter(parts)
+    while views := [memoryview(part) for part in islice(parts, _VECTOR)]:
+        while views:
+            written = os.writev(descriptor, views)
+            while views and written >= views[0].nbytes:
+                written -= views.pop(0).nbytes
+            if written:
+                views[0] = views[0][written:]
 
 
 def _place(entry: _BufferedRequest, key: PlaneKey, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
@@ -297,9 +308,8 @@ def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> in
     size, parts = safetensors_file(tensors, FORMAT)
     temporary = path.with_suffix(".tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.writelines(parts)
-            file.flush()
+        with open(temporary, "xb", buffering=0) as file:
+            _write(file.fileno(), parts)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

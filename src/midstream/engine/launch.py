@@ -441,6 +441,8 @@ def translated_errors(engine: Any = None) -> Iterator[None]:
     """Turn vLLM's errors into midstream's, if they say that the engine is dead or that a request is refused."""
     try:
         yield
+    except MidstreamError:  # of `engine/admission.py`; its class is also one of vLLM's
+        raise
     except Exception as error:
         kinds = {each.__name__ for each in type(error).__mro__}
         if "EngineDeadError" in kinds:
