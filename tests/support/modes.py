@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-# Tolerances, relative to the largest value. A difference in the last bit of a float16 can move the rounding to 8 bits to the next number,
-# and neighbouring FP8 numbers differ by 1/16 to 1/8 of their size.
-EXACT, ROUNDED, EIGHT_BITS = 1e-3, 0.05, 0.2
+# Tolerances, relative to the largest value. A difference in the last bit of a float16 can move the rounding to 8 bits to the next number.
+# With INT8, random differences of half that size at every module of the oracle changed its own values by up to 0.068 (160 runs, CPU).
+# Neighbouring FP8 numbers differ by 1/16 to 1/8 of their size.
+EXACT, ROUNDED, INT8, EIGHT_BITS = 1e-3, 0.05, 0.1, 0.2
 
 
 def nothing(model: Any) -> None:
@@ -114,7 +115,7 @@ MODES = [
         "compressed-tensors, INT8",
         "a W8A8 checkpoint",
         weights="compressed-tensors int8",
-        tolerance=ROUNDED,
+        tolerance=INT8,
         dtype="float16",
         on_cpu={"dtype": "float32", "tolerance": 0.02},
         cpu="ci",
