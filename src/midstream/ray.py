@@ -124,28 +124,31 @@ def collect(
     given = {"plan": text, "to": str(to), "shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
     arguments = partial(start_model, model, backend, engine), given | params
     asked, tables = _ids(missing), [RAN.empty_table()]
-    while count := missing.count():
+    lost = missing.count()
+    while lost:
         before = len(listing.digests)
-        size = min(concurrency, -(-count // batch_size))
+        size = min(concurrency, -(-lost // batch_size))
         tables += _run(missing, arguments, batch_size, size, num_gpus)
         listing.refresh()
         done = pa.concat_arrays([*_ids_in(tables), pa.array([*listing.digests], pa.string())])
         missing = _without(missing, done).materialize()
-        if not (lost := missing.count()):
-            break
+        lost = missing.count()
         if len(listing.digests) == before:
-            raise CaptureError(
-                f"{lost:,} prompts have not run: their engines died, and no engine wrote a prompt in the last attempt. The actors' output "
-                f"shows why. What was collected is in {to}; run the job again for the rest."
-            )
-        _log.warning("%s prompts of engines that died run again.", f"{lost:,}")
+            break
+        if lost:
+            _log.warning("%s prompts of engines that died run again.", f"{lost:,}")
     ran = pa.concat_tables(tables)
     failed = ran.filter(ran["error"].is_valid())
+    errors = []
     if failed:
-        raise CaptureError(
-            f"Batches with {len(failed):,} of {len(asked):,} prompts failed, the first: {failed['error'][0]} The others are in {to}. Run "
-            "the job again for the prompts that it lacks."
+        errors.append(f"Batches with {len(failed):,} of {len(asked):,} prompts failed, the first: {failed['error'][0]}")
+    if lost:
+        errors.append(
+            f"{lost:,} prompts have not run: their engines died, and no engine wrote a prompt in the last attempt. The actors' output "
+            "shows why."
         )
+    if errors:
+        raise CaptureError(f"{' '.join(errors)} The others are in {to}. Run the job again for the prompts that it lacks.")
     by_the_dead = asked.filter(pc.invert(pc.is_in(asked, pa.concat_arrays(_ids_in(tables)))))
     rest = pa.Table.from_pylist([{"id": name, "rows": 0, "bytes": 0} for name in by_the_dead.to_pylist()], RAN)
     return ray.data.from_arrow(pa.concat_tables([ran, rest]).select(["id", "rows", "bytes"]))
