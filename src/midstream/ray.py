@@ -148,7 +148,9 @@ def collect(
             "shows why."
         )
     if errors:
-        raise CaptureError(f"{' '.join(errors)} The others are in {to}. Run the job again for the prompts that it lacks.")
+        raise CaptureError(
+            f"{' '.join(errors)} The others are in {to}. Run the job again for the prompts that it lacks."
+        )
     by_the_dead = asked.filter(pc.invert(pc.is_in(asked, pa.concat_arrays(_ids_in(tables)))))
     rest = pa.Table.from_pylist([{"id": name, "rows": 0, "bytes": 0} for name in by_the_dead.to_pylist()], RAN)
     return ray.data.from_arrow(pa.concat_tables([ran, rest]).select(["id", "rows", "bytes"]))
