@@ -232,7 +232,10 @@ def test_probabilities_are_refused(llama: tuple[LanguageModel, Attended]) -> Non
 def test_spans_wire_and_normal_form(llama: tuple[LanguageModel, Attended]) -> None:
     model, _ = llama
     knockout = Knockout(layers=AT, head=1, queries=Span("water"), keys=Span("river"))
-    assert Plan.of(Plan.of([knockout]).to_json()).interventions == (knockout,)
+    for each in (knockout, Knockout(keys="all_generated", keep_self=True), Knockout(keys=GeneratedTokens([0, 2]))):
+        assert Plan.of(Plan.of([each]).to_json()).interventions == (each,)
+    by_hand = {"kind": "knockout", "keys": {"selector": "generated", "options": {"numbers": 2}}, "phase": "decode"}
+    assert Plan.of({"interventions": [by_hand]}) == Plan.of(Knockout(keys=GeneratedTokens(2), phase="decode"))
     read = Capture("attn_z", layers=AT, positions="all_prompt")
     (by_span,) = model.generate(PROMPT, plan=[knockout, read], max_tokens=1)
     text, offsets = PROMPT, tiny_models.tokenizer()(PROMPT, return_offsets_mapping=True)["offset_mapping"]
