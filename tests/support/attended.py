@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from toy_selector import Every
 from transformers import AutoModelForCausalLM
 
 from midstream import GeneratedTokens, Knockout
@@ -121,6 +122,7 @@ def drawn_knockout(draw: random.Random, size: int, steps: int) -> tuple[Knockout
         [
             ("all_generated", answer),
             (GeneratedTokens(numbers), of_generated),
+            (Every(2), answer[::2]),
             (GeneratedTokens(range(steps // 2)), range(size, size + steps // 2)),
             ("all", every),
             ("all_prompt", range(size)),
