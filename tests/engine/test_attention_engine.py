@@ -328,6 +328,7 @@ def test_knockouts_of_split_and_preempted_prompts(both: tuple[VLLM, Attended]) -
     prompt, steps = PROMPT * 3, 40
     ids = tokens_of(prompt)
     size = len(ids)
+    answer = range(size, size + steps)
     cases = [
         (
             [Knockout(layers=AT - 1, head=i, queries=[-1, 100, 3], keys=[i, 95, -2])],
@@ -336,8 +337,12 @@ def test_knockouts_of_split_and_preempted_prompts(both: tuple[VLLM, Attended]) -
         for i in range(2)
     ] + [
         (
-            [Knockout(layers=[0, AT], head=i, keys=[i, size - 4])],
-            edges([0, AT], [i], range(size + steps), [i, size - 4]),
+            [
+                Knockout(layers=[0, AT], head=i, keys=[i, size - 4]),
+                Knockout(layers=AT, keys="all_generated", keep_self=True),
+            ],
+            edges([0, AT], [i], range(size + steps), [i, size - 4])
+            + [edge for edge in edges([AT], range(4), answer, answer) if edge[2] > edge[3]],
         )
         for i in range(2)
     ]
