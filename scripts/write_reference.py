@@ -34,7 +34,7 @@ SECTIONS = {
         ],
         ("midstream.plan.probes:Scores", "output.scores", "positions indices aggregated"),
         ("midstream:SAE", "sae", "load of capture steer clamp ablate direction encode reconstruct written read nbytes"),
-        *[(f"midstream:{name}", "", "") for name in ("Consumer", "Span", "Subsample")],
+        *[(f"midstream:{name}", "", "") for name in ("Consumer", "Span", "GeneratedTokens", "Subsample")],
         ("midstream:Plan", "plan", "of normal hash"),
         ("midstream:RecordedRun", "run", ""),
         ("midstream.requests.vectors_and_runs:Vectors", "model.vectors", "load"),

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
     from midstream.engine.launch import engine_arguments
-    from midstream.plan.selections import Subsample
+    from midstream.plan.selections import GeneratedTokens, Subsample
     from midstream.plan.values import (
         Apply,
         Capture,
@@ -39,6 +39,7 @@ __all__ = [
     "Capture",
     "Clamp",
     "Consumer",
+    "GeneratedTokens",
     "Knockout",
     "LanguageModel",
     "Patch",
@@ -63,6 +64,7 @@ _HOMES = {
     "Capture": "midstream.plan.values",
     "Clamp": "midstream.plan.values",
     "Consumer": "midstream.plan.values",
+    "GeneratedTokens": "midstream.plan.selections",
     "Knockout": "midstream.plan.values",
     "LanguageModel": "midstream.transformers.model",
     "Patch": "midstream.plan.values",

@@ -5,14 +5,14 @@ The oracle is the attention function of a copy of the model on plain transformer
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from attended import SITES, Attended, Edge, pushed
+from attended import SITES, Attended, Edge, drawn_knockout, edges, knockouts_of_generated_keys, pushed
 from engines import ENGINE, alive
 from forked import forked
 
@@ -210,10 +210,6 @@ def test_generated_steps_and_writes_are_refused(both: tuple[VLLM, Attended]) -> 
 SETTINGS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "logprobs": 5}
 
 
-def edges(layers: Any, heads: Any, queries: Any, keys: Any) -> list[Edge]:
-    return list(itertools.product(layers, heads, queries, keys))
-
-
 def check_logprobs(output: Any, expected: torch.Tensor) -> None:
     """The sampled tokens and their log-probabilities are those of these logits, `[steps, vocab]`."""
     (completion,) = output.outputs
@@ -225,7 +221,7 @@ def check_logprobs(output: Any, expected: torch.Tensor) -> None:
 
 
 def test_knockouts_are_another_mask(both: tuple[VLLM, Attended]) -> None:
-    """Heads, queries and keys, in the prompt and in generated tokens, in one batch with other plans and none.
+    """Heads, queries and keys, each in the prompt and in generated tokens, in one batch with other plans and none.
 
     All requests have one prompt, which is in the prefix cache: later layers' KV differs after a knockout.
     """
@@ -256,6 +252,7 @@ def test_knockouts_are_another_mask(both: tuple[VLLM, Attended]) -> None:
             [Knockout(layers=LAYERS[-1], queries=-1, keys=range(3, size))],
             edges(LAYERS[-1:], range(4), [size - 1], range(3, size)),
         ),
+        *knockouts_of_generated_keys(size, steps),
     ]
     expected = [oracle.generate(tokens_of(prompt), steps, cut=cut) for _, cut in cases]
     assert all((logits - expected[0]).abs().max() > 1e-3 * expected[0].abs().max() for logits in expected[1:])
@@ -295,6 +292,26 @@ def test_kv_after_a_knockout_is_never_shared(both: tuple[VLLM, Attended]) -> Non
     assert output.num_cached_tokens > 0
 
 
+def test_generated_blocks_after_a_knockout_are_never_shared(both: tuple[VLLM, Attended]) -> None:
+    """A later prompt is the first one with its answer, whose blocks are full. It has no plan, or the same one for a longer prompt."""
+    model, oracle = both
+    ids, steps = tokens_of(f"The sea. {PROMPT}"), 40
+    plan = Knockout(layers=[0, 1], keys="all_generated", keep_self=True)
+
+    def cut(size: int, stop: int) -> list[Edge]:
+        generated = range(size, stop)
+        return [edge for edge in edges([0, 1], range(4), generated, generated) if edge[2] != edge[3]]
+
+    (output,) = model.generate(ids, plan=plan, max_tokens=steps, **SETTINGS)
+    check_logprobs(output, oracle.generate(ids, steps, cut=cut(len(ids), len(ids) + steps)))
+    longer = [*ids, *output.outputs[0].token_ids]
+    (shared,) = model.generate(ids, max_tokens=1, **SETTINGS)
+    assert shared.num_cached_tokens > 0, "the blocks of the prompt, which no edge reaches"
+    for each, edges_of_it in [(None, []), (plan, cut(len(longer), len(longer) + STEPS)), (None, [])]:
+        (output,) = model.generate(longer, plan=each, max_tokens=STEPS, **SETTINGS)
+        check_logprobs(output, oracle.generate(longer, STEPS, cut=edges_of_it))
+
+
 def test_one_knockout_for_prompts_of_several_lengths(both: tuple[VLLM, Attended]) -> None:
     model, oracle = both
     prompts = [PROMPT, f"{PROMPT} The water", PROMPT]
@@ -311,6 +328,7 @@ def test_knockouts_of_split_and_preempted_prompts(both: tuple[VLLM, Attended]) -
     prompt, steps = PROMPT * 3, 40
     ids = tokens_of(prompt)
     size = len(ids)
+    answer = range(size, size + steps)
     cases = [
         (
             [Knockout(layers=AT - 1, head=i, queries=[-1, 100, 3], keys=[i, 95, -2])],
@@ -319,17 +337,25 @@ def test_knockouts_of_split_and_preempted_prompts(both: tuple[VLLM, Attended]) -
         for i in range(2)
     ] + [
         (
-            [Knockout(layers=[0, AT], head=i, keys=[i, size - 4])],
-            edges([0, AT], [i], range(size + steps), [i, size - 4]),
+            [
+                Knockout(layers=[0, AT], head=i, keys=[i, size - 4]),
+                Knockout(layers=AT, keys="all_generated", keep_self=True),
+            ],
+            edges([0, AT], [i], range(size + steps), [i, size - 4])
+            + [edge for edge in edges([AT], range(4), answer, answer) if edge[2] > edge[3]],
         )
         for i in range(2)
     ]
+    draw = random.Random(5)
+    for _ in range(3):  # also of generated keys
+        drawn = [drawn_knockout(draw, size, steps) for _ in range(2)]
+        cases.append(([knockout for knockout, _ in drawn], [edge for _, cut in drawn for edge in cut]))
 
     def preemptions() -> float:
         return sum(m.value for m in model.engine.get_metrics() if m.name == "vllm:num_preemptions")
 
     before = preemptions()
-    outputs = model.generate([prompt] * 4, plan=[plan for plan, _ in cases], max_tokens=steps, **SETTINGS)
+    outputs = model.generate([prompt] * len(cases), plan=[plan for plan, _ in cases], max_tokens=steps, **SETTINGS)
     if getattr(oracle.module.config, "sliding_window", None) is None:  # with windows, vLLM begins fewer at once
         assert preemptions() > before
     for (_, cut), output in zip(cases, outputs, strict=True):

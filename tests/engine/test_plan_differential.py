@@ -97,16 +97,23 @@ class Requests:
         return Clamp(site, layers=self.layers(), direction=self.vector(1.0), low=-1.0, high=1.0, **self.place(length))
 
     def knockout(self, length: int) -> Any:
-        from midstream import Knockout
+        from midstream import GeneratedTokens, Knockout
 
         draw = self.others
         queries = None if draw.random() < 0.5 else draw.sample(range(length), draw.randint(1, min(8, length)))
         return Knockout(
             layers=draw.sample(range(LAYERS), 2),
             head=draw.choice([None, 1, [0, 3]]),
-            keys=draw.sample(range(length), draw.randint(1, min(8, length))),
+            keys=draw.choice(
+                [
+                    draw.sample(range(length), draw.randint(1, min(8, length))),
+                    "all_generated",
+                    GeneratedTokens([0, 2, 3]),
+                ]
+            ),
             queries=queries,
             phase="both" if queries else draw.choice(["prefill", "decode", "both"]),
+            keep_self=draw.random() < 0.5,
         )
 
     def gated(self, edit: Any) -> Any:

@@ -41,7 +41,7 @@ from safetensors.torch import load, save
 from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream import Knockout, Probe, Remote, Span, demo_model
+from midstream import GeneratedTokens, Knockout, Probe, Remote, Span, demo_model
 from midstream import save as save_value
 from midstream.errors import PlanError, TracesNotAllowedError
 
@@ -220,14 +220,21 @@ def test_edges_are_knocked_out_by_json(server: Server, client: openai.OpenAI, re
     for _ in range(TOKENS):
         mask = torch.full((ids.shape[1], ids.shape[1]), lowest).triu(1)
         mask[start - 1, 3] = lowest
+        mask[start + 1 : start + 4, start : start + 1] = lowest
         with torch.no_grad():
             logits = reference.model(input_ids=ids, attention_mask=mask[None, None]).logits[0, -1]
         ids = torch.cat([ids, logits.argmax().reshape(1, 1)], 1)
     text = reference.tokenizer.decode(ids[0, start:], skip_special_tokens=True)
-    knockout = {"kind": "knockout", "layers": "all", "queries": [-1], "keys": {"span": " France"}}
-    assert complete(client, FRANCE, field(knockout)).choices[0].text == text != reference.text(FRANCE)
+    prompts = {"kind": "knockout", "layers": "all", "queries": [-1], "keys": {"span": " France"}}
+    first = {"selector": "generated", "options": {"numbers": [0]}}
+    generated = {"kind": "knockout", "layers": "all", "queries": [1, 2, 3], "phase": "decode", "keys": first}
+    assert complete(client, FRANCE, field(prompts, generated)).choices[0].text == text != reference.text(FRANCE)
+    assert complete(client, FRANCE, field(prompts)).choices[0].text != text
     with Remote(server.url, MINE) as remote:
-        plan = Knockout(queries=-1, keys=Span(" France"))
+        plan = [
+            Knockout(queries=-1, keys=Span(" France")),
+            Knockout(queries=[1, 2, 3], phase="decode", keys=GeneratedTokens(0)),
+        ]
         (output,) = remote.generate(FRANCE, plan=plan, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         assert output.outputs[0].text == text
 

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_models
 import torch
-from attended import Attended, pushed
+from attended import Attended, drawn_knockout, edges, knockouts_of_generated_keys, pushed
+from toy_selector import Every
 
-from midstream import Capture, Clamp, Knockout, LanguageModel, Patch, Plan, Probe, Span, Steer, When
+from midstream import Capture, Clamp, GeneratedTokens, Knockout, LanguageModel, Patch, Plan, Probe, Span, Steer, When
 from midstream.arch import heads
 from midstream.errors import PlanError, TraceError
 from midstream.plan.ops.knockout import Knockouts
@@ -42,10 +42,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, Atte
 
 def tokens_of(prompt: str = PROMPT) -> list[int]:
     return tiny_models.tokenizer()(prompt)["input_ids"]
-
-
-def edges(layers: Any, heads: Any, queries: Any, keys: Any) -> list[tuple[int, int, int, int]]:
-    return list(itertools.product(layers, heads, queries, keys))
 
 
 def close(value: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-5) -> None:
@@ -90,6 +86,42 @@ def test_heads_queries_and_keys(both: tuple[LanguageModel, Attended]) -> None:
     seen, _ = oracle.run(all_ids, cut=[edge for edge in cut if edge[2] < len(all_ids) and edge[3] <= edge[2]])
     for layer in LAYERS:
         close(output.captures["attn_z", layer], seen["attn_z", layer].flatten(1), 1e-4)
+
+
+def logits_of(model: LanguageModel, prompts: list[str], plans: list[Any], steps: int) -> list[torch.Tensor]:
+    """`[steps, vocab]` for each prompt, of one batch."""
+
+    def logits(m: Any, tracer: Any) -> Any:
+        return [m.logits[0].clone() for _ in tracer.iter[:]]
+
+    with torch.no_grad():
+        found = model.run(logits, prompts, plan=plans, max_tokens=steps, temperature=0.0, ignore_eos=True)
+    return [torch.stack(each) for each in found]
+
+
+def test_generated_tokens_as_keys(both: tuple[LanguageModel, Attended]) -> None:
+    """In a padded batch of two prompts, one of them longer than the sliding windows."""
+    model, oracle = both
+    steps, prompts = 5, ["The water is cold", PROMPT]
+    sizes = [len(tokens_of(prompt)) for prompt in prompts]
+    clean = [oracle.generate(tokens_of(prompt), steps) for prompt in prompts]
+    for of_each in zip(*(knockouts_of_generated_keys(size, steps) for size in sizes), strict=True):
+        found = logits_of(model, prompts, [plan for plan, _ in of_each], steps)
+        for prompt, (_, cut), logits, plain in zip(prompts, of_each, found, clean, strict=True):
+            expected = oracle.generate(tokens_of(prompt), steps, cut=cut)
+            assert (expected - plain).abs().max() > 1e-2 * plain.abs().max()
+            close(logits, expected, 1e-4)
+
+
+def test_random_knockouts(both: tuple[LanguageModel, Attended]) -> None:
+    model, oracle = both
+    draw, steps = random.Random(7), 6
+    prompts = ["The water is cold", PROMPT] * 3
+    cases = [[drawn_knockout(draw, len(tokens_of(prompt)), steps) for _ in range(2)] for prompt in prompts]
+    found = logits_of(model, prompts, [[knockout for knockout, _ in case] for case in cases], steps)
+    for prompt, case, logits in zip(prompts, cases, found, strict=True):
+        cut = [edge for _, edges in case for edge in edges]
+        close(logits, oracle.generate(tokens_of(prompt), steps, cut=cut), 1e-4)
 
 
 def test_other_heads_and_queries_keep_their_bits(both: tuple[LanguageModel, Attended]) -> None:
@@ -200,7 +232,10 @@ def test_probabilities_are_refused(llama: tuple[LanguageModel, Attended]) -> Non
 def test_spans_wire_and_normal_form(llama: tuple[LanguageModel, Attended]) -> None:
     model, _ = llama
     knockout = Knockout(layers=AT, head=1, queries=Span("water"), keys=Span("river"))
-    assert Plan.of(Plan.of([knockout]).to_json()).interventions == (knockout,)
+    for each in (knockout, Knockout(keys="all_generated", keep_self=True), Knockout(keys=GeneratedTokens([0, 2]))):
+        assert Plan.of(Plan.of([each]).to_json()).interventions == (each,)
+    by_hand = {"kind": "knockout", "keys": {"selector": "generated", "options": {"numbers": 2}}, "phase": "decode"}
+    assert Plan.of({"interventions": [by_hand]}) == Plan.of(Knockout(keys=GeneratedTokens(2), phase="decode"))
     read = Capture("attn_z", layers=AT, positions="all_prompt")
     (by_span,) = model.generate(PROMPT, plan=[knockout, read], max_tokens=1)
     text, offsets = PROMPT, tiny_models.tokenizer()(PROMPT, return_offsets_mapping=True)["offset_mapping"]
@@ -226,31 +261,25 @@ def test_spans_wire_and_normal_form(llama: tuple[LanguageModel, Attended]) -> No
 
 def test_which_edges_are_cut() -> None:
     """Against single edges, at random."""
-    draw = np.random.default_rng(0)
-    for _ in range(30):
-        length = int(draw.integers(4, 12))
-        given = []
-        for _ in range(int(draw.integers(1, 4))):
-            head = None if draw.random() < 0.3 else sorted(draw.choice(6, 2, replace=False).tolist())
-            queries = None if draw.random() < 0.3 else draw.choice(length, 3, replace=False).tolist()
-            keys = draw.choice(length, 2, replace=False).tolist()
-            given.append(Knockout(layers=1, head=head, queries=queries, keys=keys, phase="both"))
-        normal = Plan.of(given).normal(2, length).edits
-        ranges = [(0, 2**62) if e.queries is None else (e.queries[0], e.queries[0] + 1) for e in normal]
-        knockouts = Knockouts(zip(normal, ranges, strict=True))
-        first, own, keys = int(draw.integers(0, length)), range(2, 5), range(1, length)
-        at = knockouts.queries(1, first, length + 2)
-        expected = {
-            (head, query, key)
-            for each in given
-            for head in (own if each.head is None else set(each.head) & set(own))
-            for query in (range(length + 2) if each.queries is None else each.queries)
-            for key in each.keys
-            if query >= first and key in keys
+    draw = random.Random(0)
+    for _ in range(200):
+        size, steps, layer = draw.randint(5, 9), draw.randint(2, 6), draw.randrange(4)
+        given = [drawn_knockout(draw, size, steps) for _ in range(draw.randint(1, 3))]
+        normal: Any = Plan.of([knockout for knockout, _ in given]).normal(4, size).edits
+        expected = {edge for _, cut in given for edge in cut if edge[0] == layer}
+        if not normal:
+            assert not expected
+            continue
+        knockouts, stop = Knockouts(normal, size), size + steps
+        first, own, first_key = draw.randrange(stop), range(1, 4), draw.randrange(2)
+        keys = range(first_key, stop)
+        at = knockouts.queries(layer, first, stop)
+        cut = knockouts.cut(layer, at, own, keys)
+        found = {(layer, own[n], int(at[q]), keys[k]) for n, q, k in zip(*cut.nonzero(), strict=True)}
+        assert {edge for edge in found if edge[3] <= edge[2]} == {
+            edge for edge in expected if edge[1] in own and edge[2] >= first and edge[3] in keys
         }
-        cut = knockouts.cut(1, at, own, keys)
-        assert {(own[n], int(at[q]), keys[k]) for n, q, k in np.argwhere(cut)} == expected
-        assert knockouts.queries(0, 0, length).size == 0
+        assert max((edge[2] for edge in expected), default=-1) < knockouts.end
 
 
 @pytest.mark.parametrize(
@@ -258,7 +287,17 @@ def test_which_edges_are_cut() -> None:
     [
         (lambda: Knockout(layers=1), r"Knockout needs keys"),
         (lambda: Knockout(keys=[]), r"Knockout\.keys is empty"),
-        (lambda: Knockout(keys="all"), r"Knockout\.keys is 'all'"),
+        (
+            lambda: Knockout(keys="generated"),
+            r"Knockout\.keys is 'generated'; allowed: 'last_prompt', 'all_prompt', 'all_g",
+        ),
+        (
+            lambda: Knockout(keys=GeneratedTokens(-1)),
+            r"GeneratedTokens\.numbers is -1; allowed: a whole number, 0 or more",
+        ),
+        (lambda: Knockout(keys=GeneratedTokens([])), r"GeneratedTokens\.numbers is empty"),
+        (lambda: Knockout(keys=Every("x")), r"of_generated raised"),  # type: ignore[arg-type]
+        (lambda: Knockout(keys=0, keep_self=1), r"Knockout\.keep_self is 1; allowed: True or False"),
         (lambda: Knockout(keys=[2, 2]), r"Knockout\.keys is \[2, 2\], which has 2 twice"),
         (lambda: Knockout(keys=0, queries=1, phase="prefill"), r"Knockout\.queries is 1 with phase='prefill'"),
         (lambda: Knockout(keys=0, queries=-1, phase="decode"), r"Knockout\.queries is -1; allowed: with phase=\"dec"),

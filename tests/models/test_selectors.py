@@ -19,7 +19,7 @@ from oracle import Plain, close
 from plan_cases import EIFFEL, FRANCE, GREEDY, HIDDEN, generated_with, tokens
 from toy_selector import Around, Every, LastTwo
 
-from midstream import Capture, Patch, Plan, Probe, Span, Subsample
+from midstream import Capture, GeneratedTokens, Patch, Plan, Probe, Span, Subsample
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.selections import Selector, Without
 
@@ -35,6 +35,8 @@ EXPECTED: list[tuple[Selector, list[int]]] = [
     (Subsample(0.5, seed=7), [1, 2]),
     (Subsample(0.5, of="all_generated", seed=7), [5, 7, 8, 11]),
     (Subsample(1.0, skip=1), [1, 2, 3, 4]),
+    (GeneratedTokens(2), [7]),
+    (GeneratedTokens([6, 0, 99]), [5, 11]),
     (Without(Around((0,), (0, 6)), (0, 4)), [3, 5, 11]),
     (Without("all", (1, 3)), [0, 2, 4, *range(5, 13)]),
     (Without((0, -1), (0,)), [4]),

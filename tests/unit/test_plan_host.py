@@ -899,7 +899,7 @@ def test_a_recorded_run_has_its_rows_in_the_order_of_their_positions(steps):
 
 
 def knocked(**options):
-    return PlanRequest(packed(Plan.of(Knockout(layers=0, keys=0, **options))), LAYERS, checked=True)
+    return PlanRequest(packed(Plan.of(Knockout(layers=0, **{"keys": 0} | options))), LAYERS, checked=True)
 
 
 def test_steps_run_uncompiled_from_the_first_token_to_the_last_query(steps):
@@ -925,9 +925,28 @@ def test_steps_run_uncompiled_from_the_first_token_to_the_last_query(steps):
 
 def test_generated_queries_are_refused_where_tokens_are_drafted():
     steps = Steps(speculative=True)
-    steps.step({"a": knocked(), "b": knocked(queries=-1), "c": knocked(phase="prefill")})
-    assert list(steps.host.errors) == ["a"] and "A Knockout of generated queries" in steps.host.errors["a"]
-    assert steps.host.gauges()["knockouts"] == 2 and steps.host.gauges()["plans"] == 2
+    steps.step(
+        {
+            "a": knocked(),
+            "b": knocked(queries=-1),
+            "c": knocked(phase="prefill"),
+            "d": knocked(keys="all_generated"),
+            "e": knocked(keys="all", queries=-1),
+        }
+    )
+    assert list(steps.host.errors) == ["a", "d"]
+    assert all("A Knockout of generated queries" in error for error in steps.host.errors.values())
+    assert steps.host.gauges()["knockouts"] == 3 and steps.host.gauges()["plans"] == 3
+
+
+def test_a_selector_of_keys_that_fails_ends_its_request_alone(steps):
+    """Before the forward, which would end with the error."""
+    steps.step({"a": knocked(keys=_FailsLater()), "b": knocked(keys="all_generated")})
+    assert list(steps.host.errors) == ["a"] and "of_generated returned" in steps.host.errors["a"]
+    assert steps.host.gauges()["knockouts"] == 1
+    steps.step()
+    steps.step(finished=["a", "b"])
+    assert steps.host.gauges()["knockouts"] == steps.host.gauges()["plans"] == 0
 
 
 def test_a_session_takes_no_knockouts(steps):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from limits import examples
 from plan_strategies import RUNS, VECTORS, edits, meaning, plans
 
-from midstream import Capture, Clamp, Knockout, Patch, Plan, RecordedRun, Span, Steer
+from midstream import Capture, Clamp, GeneratedTokens, Knockout, Patch, Plan, RecordedRun, Span, Steer
 from midstream.errors import PlanError
 from midstream.plan.compile import PlanKeys, changes_kv, lowest_captured
 from midstream.plan.values import Named, with_digests
@@ -231,12 +231,32 @@ PARTING = {
     "the last layer's input": ((Steer("resid_pre", layers=1, vector=VECTORS[0]), 4), (None, 4), 1),
     "a knockout": ((cut(), 5), (None, 5), 3),
     "a knockout of the last layer": ((cut(layers=1), 5), (None, 5), None),
-    "a knockout of all queries": ((cut(queries=None), 5), (None, 5), 1),
+    "a knockout of all queries, from its first key on": ((cut(queries=None), 5), (None, 5), 2),
     "a knockout of generated queries": ((cut(queries=None, phase="decode"), 5), (None, 5), 6),
     "another key of a knockout": ((cut(), 5), (cut(keys=0), 5), 3),
     "another head of a knockout": ((cut(head=1), 5), (cut(head=2), 5), 3),
     "a key counted from the end": ((cut(), 5), (cut(keys=-4), 5), None),
     "a key counted from another end": ((cut(keys=-4), 6), (cut(keys=-4), 5), 3),
+    "keys by a word": ((cut(keys="last_prompt", queries=4), 5), (cut(keys=[-1], queries=4), 5), None),
+    "keys by another word": ((cut(keys="all_prompt", queries=4), 5), (cut(keys=range(5), queries=4), 5), None),
+    "generated keys": ((cut(keys="all_generated", queries=None), 5), (None, 5), 6),
+    "generated keys of a prompt's query": ((cut(keys="all_generated"), 5), (None, 5), None),
+    "generated keys after a longer prompt": (
+        (cut(keys="all_generated", queries=None), 5),
+        (cut(keys="all_generated", queries=None), 6),
+        6,
+    ),
+    "generated keys of one query after a longer prompt": (
+        (cut(keys=GeneratedTokens(1), queries=3, phase="decode"), 4),
+        (cut(keys=GeneratedTokens(1), queries=2, phase="decode"), 5),
+        8,
+    ),
+    "another generated key": (
+        (cut(keys=GeneratedTokens([0, 2]), queries=None), 4),
+        (cut(keys=GeneratedTokens([0, 1]), queries=None), 4),
+        5,
+    ),
+    "a query that attends to itself": ((cut(keep_self=True), 5), (cut(), 5), 3),
     "knockouts in another order": (([cut(), cut(keys=0)], 5), ([cut(keys=0), cut()], 5), None),
     "scale 0": ((steer(scale=0), 4), (None, 4), None),
     "captures": ((Capture("resid_post"), 4), (None, 4), None),

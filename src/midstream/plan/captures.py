@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 from midstream.plan import fields
 from midstream.plan.ops.edit import Intervention, changed
 from midstream.plan.program import Program
-from midstream.plan.selections import WORDS, Selector, selector_of
+from midstream.plan.selections import checked, selector_of
 from midstream.plan.steps import FLOATS
 
 _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple of these"
@@ -52,14 +52,13 @@ class Reading(Intervention):
         when: "before" or "after" the edits of the same site.
     """
 
+    selector_fields: ClassVar[tuple[str, ...]] = ("positions",)
+
     when: str
 
     def settle(self, **attributes: Any) -> None:
-        positions = self.positions
         super().settle(
-            positions=positions.checked()
-            if isinstance(positions, Selector)
-            else fields.positions(self.label("positions"), positions, tuple(WORDS)),
+            positions=checked(self.label("positions"), self.positions),
             when=fields.one_of(self.label("when"), self.when, ("before", "after")),
             **attributes,
         )

@@ -36,7 +36,6 @@ from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
 from midstream.sites import Point
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
-_FOREVER = 2**62
 _Read: TypeAlias = PlaneKey | Probe  # what a row may be read for
 _STRETCH_BYTES = 320  # two numbers and two hashes, in lists
 
@@ -144,7 +143,7 @@ def compile_plan(
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
-    cuts = [(edit, _range(edit, prompt_length)) for edit in normal.edits if isinstance(edit, Knockout)]
+    cuts = [edit for edit in normal.edits if isinstance(edit, Knockout)]
     if cuts:
         normal = Plan(tuple(item for item in normal.interventions if not item.at_attention))
     listed = _listed(normal, prompt_length)
@@ -181,7 +180,7 @@ def compile_plan(
         prompt_P,
         generated,
         *_reach(normal, selections, prompt_length, listed),
-        Knockouts(cuts) if cuts else None,
+        Knockouts(cuts, prompt_length) if cuts else None,
     )
 
 
@@ -477,13 +476,13 @@ class PlanKeys:
     """
 
     def __init__(self, plan: Plan, prompt_length: int, num_layers: int) -> None:
-        texts = _Texts()
+        texts = _Texts(prompt_length)
         active = []
         for place, edit in enumerate(plan.normal(num_layers, prompt_length).edits):
             point = point_of(edit)
             if changes_kv(*point, num_layers):
                 order = *_order(point), edit.order, edit.kind
-                active.append(_Active(order, place, *_range(edit, prompt_length), texts.of(edit)))
+                active.append(_Active(order, place, *edit.range_in(prompt_length), texts.of(edit)))
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._within: list[str] = []  # the key of blocks that end in each stretch
@@ -524,17 +523,11 @@ def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 
 
-def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
-    """The positions `[start, stop)` of an edit in normal form."""
-    if (position := position_of(edit, prompt_length)) is not None:
-        return position, position + 1
-    return {"both": (0, _FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, _FOREVER)}[edit.phase]
-
-
 class _Texts:
     """What edits do to a row, as short texts without positions. Cached, since a plan may have the same edit at many positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_length: int) -> None:
+        self._length = prompt_length
         self._known: dict[Any, str] = {}
         self._nonces: dict[str, str] = defaultdict(lambda: secrets.token_hex(16))
 
@@ -542,7 +535,8 @@ class _Texts:
         key = edit.effect()
         if key not in self._known:
             self._known[key] = digest(encoded(edit.placeless().named(self._known_vector)).encode())
-        return f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]
+        text = f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]
+        return f"{text} after {self._length}" if edit.counts_generated else text
 
     def _known_vector(self, named: Named) -> Named:
         """Of a vector that is unknown here a name of its own, so that the plan equals no other."""

@@ -1,4 +1,5 @@
-"""Which rows of a request are captured: selectors, which plans name, and the `Selection` that they make for one request.
+"""Which tokens of a request are captured, or are keys of a `Knockout`: selectors, which plans name, and the `Selection` that they make
+for one request.
 
 A selector from outside the package is one class:
 
@@ -22,7 +23,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -67,17 +68,6 @@ class Selector:
     def options(self) -> dict[str, Any]:
         """Its fields in their wire form."""
         return fields.plain(type(self).__name__, dataclasses.asdict(self))  # type: ignore[call-overload, no-any-return]
-
-    def checked(self) -> Self:
-        """Itself. Raises PlanError unless it meets the conditions of this class."""
-        allowed = "a frozen dataclass of plain data, with a kind"
-        try:
-            hash(self), self.options
-        except TypeError as error:
-            raise fields.refuse("Capture.positions", f"{self!r} ({error})", allowed) from error
-        if not self.kind:
-            raise fields.refuse("Capture.positions", repr(self), allowed)
-        return self
 
 
 @functools.cache
@@ -181,6 +171,28 @@ class Subsample(Selector):
         return _hashed(numbers, self.seed, 0) < self.fraction  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class GeneratedTokens(Selector):
+    """GeneratedTokens tokens by their numbers: `Capture("resid_post", layers=14, positions=GeneratedTokens([0, 5]))`.
+
+    The token of number n is at position P + n after a prompt of P tokens.
+
+    Args:
+        numbers: one or several, counted from 0.
+    """
+
+    kind: ClassVar[str] = "generated"
+
+    numbers: Any
+
+    def __post_init__(self) -> None:
+        allowed = "a number or a sequence of numbers, counted from 0"
+        fields.settle(self, numbers=tuple(sorted(fields.integers("GeneratedTokens.numbers", self.numbers, allowed, 0))))
+
+    def of_generated(self, numbers: np.ndarray) -> np.ndarray:
+        return np.isin(numbers, self.numbers)
+
+
 def _hashed(numbers: np.ndarray, *keys: int) -> np.ndarray:
     """A number in [0, 1) for each of `numbers`: splitmix64 (Steele et al. 2014), once for each key and once for the number."""
     state = np.zeros(1, np.uint64)
@@ -230,8 +242,22 @@ class Without(Selector):
         return selector_of(self.positions).of_generated(numbers)
 
 
+def checked(field: str, given: Any) -> Any:
+    """The value of a field that takes positions, a `Span`, one of `WORDS` or a selector. Raises PlanError for anything else."""
+    if not isinstance(given, Selector):
+        return fields.positions(field, given, tuple(WORDS))
+    allowed = "a frozen dataclass of plain data, with a kind"
+    try:
+        hash(given), given.options
+    except TypeError as error:
+        raise fields.refuse(field, f"{given!r} ({error})", allowed) from error
+    if not given.kind:
+        raise fields.refuse(field, repr(given), allowed)
+    return given
+
+
 def selector_of(positions: Any) -> Selector:
-    """The selector that a `Capture.positions` stands for."""
+    """The selector that the value of such a field stands for."""
     if isinstance(positions, Selector):
         return positions
     return WORDS[positions] if isinstance(positions, str) else _Listed(positions)

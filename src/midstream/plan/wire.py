@@ -291,10 +291,10 @@ class _PlanReader:
         if name == cls.function and value is not None:
             fields.mapping(place, value, ("program",))
             return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
-        if issubclass(cls, Reading) and name == "positions" and isinstance(value, dict) and "selector" in value:
+        if name in cls.selector_fields and isinstance(value, dict) and "selector" in value:
             fields.mapping(place, value, ("selector",), ("options",))
             return made(place, value["selector"], fields.mapping(f"{place}.options", value.get("options", {})))
-        if (name == cls.position_field or name in cls.span_fields) and isinstance(value, dict):
+        if (name == cls.position_field or name in cls.selector_fields) and isinstance(value, dict):
             fields.mapping(place, value, ("span",), ("occurrence",))
             with fields.errors_at(place):
                 return Span(value["span"], value.get("occurrence", 0))

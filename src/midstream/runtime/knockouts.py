@@ -143,8 +143,9 @@ class AttentionCuts:
                     set_cut(module, partial(self._is_cut, layer))
 
     def end(self, name: str) -> None:
-        """A request has ended."""
-        for layer in self._requests.pop(name).knockouts.layers:
+        """A request has ended. A second call changes nothing."""
+        request = self._requests.pop(name, None)
+        for layer in request.knockouts.layers if request is not None else ():
             self._needed[layer] -= 1
             if self._needed[layer] <= 0 and layer in self._undo:
                 self._undo.pop(layer)()

@@ -13,6 +13,7 @@ import torch
 from midstream.capture.rows import Rows, join_in_order
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
+from midstream.plan.ops.knockout import Knockouts
 from midstream.plan.probes import ScoreChunk
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
@@ -224,7 +225,9 @@ class PlanHost:
             loaded, start = request.loaded, computed[name]
             stop = start + count
             request.computed = max(request.computed, stop)
-            self._cutting |= loaded.knockouts is not None and start < loaded.knockouts.end
+            if loaded.knockouts is not None and start < loaded.knockouts.end:
+                self._cutting = True
+                self._select_keys(name, loaded.knockouts, stop)
             if start >= request.end:
                 acts[loaded] = None
             else:
@@ -243,6 +246,14 @@ class PlanHost:
         self.planned_steps += self.step_is_planned
         self.off_graph_steps += uncompiled
         return uncompiled
+
+    def _select_keys(self, name: str, knockouts: Knockouts, stop: int) -> None:
+        """Find the keys of the coming step. A request whose selector fails ends, and keeps its edges until then."""
+        try:
+            knockouts.select(stop)
+        except CaptureError as error:
+            self.errors[name] = str(error)
+            self._cuts.end(name)
 
     def is_prepared(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether the tables already hold the coming step, laid out in these `total` rows, so that it needs no `begin_step`."""

@@ -61,6 +61,7 @@ PHASES = ("both", "prefill", "decode")
 GROUP = "midstream.ops"
 READINGS = ("capture", "probe")  # the kinds that keep something of a row and change nothing
 MAX_GENERATED = 1 << 16  # generated tokens that an edit may name
+FOREVER = 2**62  # after every position
 Shape = Callable[[np.ndarray, str], np.ndarray]  # (numbers, name for messages) -> the numbers for the arithmetic
 E = TypeVar("E", bound="type[Edit]")
 Item = TypeVar("Item", bound="Intervention")
@@ -123,7 +124,7 @@ class Intervention:
         function: the field that holds a `Program`; None if there is none.
         operands: the fields that hold a vector of the site's width, or the name of one. Of an edit the arithmetic's v and w: at most two.
         part_fields: the fields that hold interventions, one or a tuple.
-        span_fields: the fields besides `position_field` that hold positions of the prompt, or a `Span`.
+        selector_fields: the fields that hold what `Capture.positions` may be.
         at_attention: whether it changes the attention of a layer, and not single rows of a site.
         run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
         head: the head to which it is limited, at a site with heads, or a tuple of several; None for the whole width.
@@ -136,7 +137,7 @@ class Intervention:
     operands: ClassVar[tuple[str, ...]] = ()
     run_operands: ClassVar[tuple[str, ...]] = ()
     part_fields: ClassVar[tuple[str, ...]] = ()
-    span_fields: ClassVar[tuple[str, ...]] = ()
+    selector_fields: ClassVar[tuple[str, ...]] = ()
     at_attention: ClassVar[bool] = False
 
     head: Any = None
@@ -213,8 +214,8 @@ class Intervention:
 
     @property
     def places(self) -> dict[str, Any]:
-        """`place`, and the values of `span_fields`, by their fields."""
-        return {self.position_field: self.place} | {field: getattr(self, field) for field in self.span_fields}
+        """`place`, and the values of `selector_fields`, by their fields."""
+        return {self.position_field: self.place} | {field: getattr(self, field) for field in self.selector_fields}
 
     def label(self, field: str) -> str:
         """A field's name in messages."""
@@ -389,6 +390,11 @@ class Edit(Intervention):
         return self.phase == "decode" and isinstance(self.place, tuple)
 
     @property
+    def counts_generated(self) -> bool:
+        """Whether its effect on a position depends on where the prompt ends, for an edit in normal form."""
+        return False
+
+    @property
     def reads_run(self) -> bool:
         """Whether an operand is a recorded run."""
         return any([isinstance(getattr(self, field), RecordedRun) for field in self.run_operands])
@@ -420,6 +426,12 @@ class Edit(Intervention):
         if self.limited_by not in found:
             found[self.limited_by] = at_heads([1.0] * head_dim, self.head, head_dim, width, self.label("head"))
         return found
+
+    def range_in(self, prompt_length: int) -> tuple[int, int]:
+        """The positions `[start, stop)` at which it acts, for an edit in normal form."""
+        if (position := position_of(self, prompt_length)) is not None:
+            return position, position + 1
+        return {"both": (0, FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, FOREVER)}[self.phase]
 
     def placeless(self) -> Self:
         """The edit without its place."""
