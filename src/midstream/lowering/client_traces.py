@@ -20,7 +20,7 @@ import torch
 
 from midstream.capture.rows import Captured
 from midstream.errors import CaptureError, PlanError
-from midstream.lowering.passes import RowChoice, rows_of
+from midstream.lowering.row_tensors import RowChoice, rows_of
 from midstream.lowering.rowwise import NotRowwise, RowwiseReader
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.program import MAX_RESULTS, Program
