@@ -348,9 +348,10 @@ class SitePerLayer:
     layers.
     """
 
-    def __init__(self, arch: Architecture, site: str) -> None:
+    def __init__(self, arch: Architecture, site: str, name: str | None = None) -> None:
         self._arch = arch
         self._site = site
+        self._name = name or site
 
     def _at(self, layer: int) -> tuple[Binding, str]:
         if isinstance(layer, slice):
@@ -363,9 +364,9 @@ class SitePerLayer:
         try:
             return operator.index(layer)
         except TypeError:
-            given = f"{self._site}[{layer!r}]"
+            name = self._name
             raise UnknownSiteError(
-                f"{given}: a layer is one number, {self._site}[3], or a slice. Index the value itself after that: {self._site}[3][-1]."
+                f"{name}[{layer!r}]: a layer is one number, {name}[3], or a slice. Index the value itself after that: {name}[3][-1]."
             ) from None
 
     def __getitem__(self, layer: int | slice) -> Any:
@@ -391,17 +392,8 @@ class AttentionProbabilities(SitePerLayer):
     """
 
     def __init__(self, arch: Architecture, forward: Forward) -> None:
-        super().__init__(arch, "attn_q")
+        super().__init__(arch, "attn_q", "attention_probabilities")
         self._forward = forward
-
-    def _index(self, layer: Any) -> int:
-        try:
-            return operator.index(layer)
-        except TypeError:
-            raise UnknownSiteError(
-                f"attention_probabilities[{layer!r}]: a layer is one number, or a slice. Index the value itself after that: "
-                "attention_probabilities[3][0]."
-            ) from None
 
     def __getitem__(self, layer: int | slice) -> Any:
         if isinstance(layer, slice):
