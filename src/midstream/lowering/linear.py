@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from midstream.errors import PlanError
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.checking import plain
 from midstream.plan.ops.edit import RowChange
@@ -22,6 +23,7 @@ from midstream.plan.rowwise import Shaped, overload
 from midstream.plan.steps import Ref
 
 _ROWS = 2  # any number
+_NOT_LINEAR = "it is not linear"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +58,6 @@ class _Known:
 Form = RowChange | Along | Weighted
 
 
-class NotLinear(Exception):
-    """The result has none of these forms."""
-
-
 @dataclass(frozen=True, eq=False)
 class LinearResult(StepResult):
     """A result, and the function that it is."""
@@ -90,15 +88,15 @@ class LinearBuilder(Builder):
     def add(
         self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
     ) -> LinearResult:
-        """As of `Builder`. Raises NotLinear."""
+        """As of `Builder`. Raises PlanError also for a result that has none of the forms."""
         if op not in _RULES:
-            raise NotLinear
+            raise PlanError(_NOT_LINEAR)
         like = [plain(each, _zeros, _ROWS) for each in args]
         zeros = overload(op)(*like, **{name: plain(each, _zeros, _ROWS) for name, each in kwargs.items()})
         given = [self._operand(each) for each in args or kwargs.values()]
         form = _RULES[op](*given, **{name: kwargs[name] for name in ("alpha",) if name in kwargs})
         if op == "_to_copy.default" and not self._keeps_all(like[0].dtype, zeros.dtype):
-            raise NotLinear
+            raise PlanError(_NOT_LINEAR)
         if isinstance(form, _Known):
             form = RowChange(0.0, (), form.numbers, form.eps)
         if isinstance(form, RowChange) and form.constant is not None:
@@ -106,7 +104,7 @@ class LinearBuilder(Builder):
         row = zeros.shape[1:]
         is_number, is_row = math.prod(row) == 1, math.prod(row) == self.width and row[-1:] == (self.width,)
         if form is None or zeros.shape[0] != _ROWS or not (is_number if isinstance(form, Along) else is_row):
-            raise NotLinear
+            raise PlanError(_NOT_LINEAR)
         return self._result(zeros, form)
 
     def _result(self, zeros: torch.Tensor, form: Form) -> LinearResult:

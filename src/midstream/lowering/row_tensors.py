@@ -324,27 +324,17 @@ class RowOperations:
     def op_slice(
         self, tensor: RowTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
     ) -> RowTensor:
-        axis = self._dim(tensor, dim)
-        size = (
-            self.count(tensor) * tensor.result.shaped.rows
-            if axis == 0
-            else tensor.result.shape[axis - 1]
-            if axis > 0
-            else 1
-        )
-        chosen = slice(start, end, step)
-        if (
-            chosen.indices(size) == (0, size, 1)
-            and (axis != 0 or start in (0, None))
-            and (axis != 0 or end is None or end >= 1 << 62)
-        ):
+        axis, chosen = self._dim(tensor, dim), slice(start, end, step)
+        if axis == 0:
+            is_all = start in (0, None) and step == 1 and (end is None or end >= 1 << 62)  # for any number of rows
+            return tensor if is_all else self._chosen(tensor, chosen)
+        size = tensor.result.shape[axis - 1] if axis > 0 else 1
+        if chosen.indices(size) == (0, size, 1):
             return tensor
         if axis < 0:
             raise NoProgram("it takes nothing of an axis in front of the tokens")
-        if axis > 0:
-            first, last, step = chosen.indices(size)
-            return self.made(tensor, "slice.Tensor", (tensor, axis, first, last, step))
-        return self._chosen(tensor, chosen)
+        first, last, step = chosen.indices(size)
+        return self.made(tensor, "slice.Tensor", (tensor, axis, first, last, step))
 
     def _chosen(self, tensor: RowTensor, chosen: Any) -> RowTensor:
         if tensor.lead or tensor.result.shaped.rows != 1:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.linear import LinearBuilder, LinearResult, NotLinear
+from midstream.lowering.linear import LinearBuilder, LinearResult
 from midstream.lowering.row_tensors import SAME, NoProgram, RowChoice, RowOperations, RowTensor
 from midstream.plan.building import Builder
 from midstream.plan.ops.edit import RowChange
@@ -144,7 +144,7 @@ class RowwiseReader:
     def _saying_why(self) -> Iterator[None]:
         try:
             yield
-        except (NoProgram, NotLinear, PlanError) as error:
+        except (NoProgram, PlanError) as error:
             raise NotRowwise(self.line, str(error)) from None
         except RecursionError:
             raise NotRowwise(self._first_line, "it computes too much") from None

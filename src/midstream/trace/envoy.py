@@ -456,6 +456,12 @@ def _site_property(site: str) -> property:
     return property(get, put, doc=f"The site `{site}`, `[tokens, hidden]`.")
 
 
+def _last_property(name: str, doc: str) -> property:
+    """The property of a value that is computed after the forward."""
+    key = "", name
+    return property(lambda _: read_point(key), lambda _, value: write_point(key, value), doc=doc)
+
+
 def inside(name: str) -> TraceError:
     """The error for calling a method of the model inside a trace."""
     return TraceError(
@@ -515,6 +521,11 @@ class ModelEnvoy(Envoy, Sizes):
         """
         return AttentionProbabilities(self._arch, self._forward)
 
+    logits = _last_property("logits", "The next token's logits, `[1, vocab]`.")
+    samples = _last_property(
+        "samples",
+        "The token sampled in this step, `[1]`, integer. Write another token here to continue the request with it.",
+    )
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")
     final_norm = _site_property("final_norm")
@@ -545,24 +556,6 @@ class ModelEnvoy(Envoy, Sizes):
     @property
     def tokenizer(self) -> Any:
         return self._tokenizer()
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """The next token's logits, `[1, vocab]`."""
-        return read_point(("", "logits"))
-
-    @logits.setter
-    def logits(self, value: torch.Tensor) -> None:
-        write_point(("", "logits"), value)
-
-    @property
-    def samples(self) -> torch.Tensor:
-        """The token sampled in this step, `[1]`, integer. Write another token here to continue the request with it."""
-        return read_point(("", "samples"))
-
-    @samples.setter
-    def samples(self, value: torch.Tensor) -> None:
-        write_point(("", "samples"), value)
 
     @property
     def generator(self) -> Generator:
