@@ -27,7 +27,6 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
-from midstream.lowering.client_traces import CapturedSteps
 from midstream.lowering.tiers import Lowered, Tier, lowered_requests
 from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
@@ -342,7 +341,6 @@ def check_numbers(given: Lowered, request: Numbers) -> None:
 def client_value(given: Lowered, request: Numbers) -> Any:
     """What a body that only keeps rows gives in the caller's process, from the rows that its plan captures."""
     planes: dict[tuple[str, int], torch.Tensor] = {}
-    prompt = 0
     for (site, layer), positions in captured(given, Tier.CLIENT).items():
         rows = []
         first, later = request.was[site, layer, 0], [request.was[site, layer, step] for step in range(1, request.steps)]
@@ -353,11 +351,10 @@ def client_value(given: Lowered, request: Numbers) -> Any:
                 "all_generated": later,
                 "all": [first, *later],
             }[each]
-            prompt = {"last_prompt": 1, "all_prompt": len(first), "all": len(first)}.get(each, prompt)
         program = given.saved_rows.programs[site, layer]
         found = torch.cat(rows)
         planes[site, layer] = found if program is None else run(program, found.flatten(1))
-    outcome = given.client_trace(request.length).outcome(CapturedSteps(planes, prompt, request.steps))
+    outcome = given.client_trace(request.length).outcome(planes, request.steps)
     return outcome.values.get(RETURNED)
 
 

@@ -14,7 +14,6 @@ import midstream
 from midstream.capture.rows import Captured
 from midstream.client.model import StandingEdit
 from midstream.errors import CaptureError, NeverReachedError
-from midstream.lowering.client_traces import CapturedSteps
 from midstream.lowering.tiers import Tier
 from midstream.plan.running import run
 from midstream.trace.code import RETURNED, FunctionProgram
@@ -31,7 +30,7 @@ def steps(count, prompt=LENGTH, first=0):
         ("resid_post", layer): torch.tensor([[layer, place, *[0] * (WIDTH - 2)] for place in places], dtype=MODEL.dtype)
         for layer in range(4)
     }
-    return CapturedSteps(planes, prompt, count)
+    return planes, count
 
 
 def outcome(fn, count=3, most=None):
@@ -39,7 +38,7 @@ def outcome(fn, count=3, most=None):
     given = found(fn, steps=most or count)
     assert given.tier is Tier.CLIENT, given.reason
     prompt = 1 if given.saved_rows.last else LENGTH
-    return given.client_trace(LENGTH).outcome(steps(count, prompt, LENGTH - prompt))
+    return given.client_trace(LENGTH).outcome(*steps(count, prompt, LENGTH - prompt))
 
 
 def kept(fn, count=3, most=None):
@@ -256,9 +255,8 @@ def test_a_request_that_ends_early_has_its_own_results():
 
     given = found(body, steps=6)
     program = given.saved_rows.programs["resid_post", 1]
-    captured_ = steps(3, 1, LENGTH - 1)
-    rows = captured_.planes["resid_post", 1]
-    outcome_ = given.client_trace(LENGTH).outcome(CapturedSteps({("resid_post", 1): run(program, rows)}, 1, 3))
+    rows = steps(3, 1, LENGTH - 1)[0]["resid_post", 1]
+    outcome_ = given.client_trace(LENGTH).outcome({("resid_post", 1): run(program, rows)}, 3)
     assert [value.item() for value in outcome_.values[RETURNED]] == [1 + LENGTH - 1 + i for i in range(3)]
 
 
@@ -275,7 +273,7 @@ def test_other_values_with_fewer_steps_are_an_error():
     given = found(body, steps=6)
     assert given.tier is Tier.CLIENT
     with pytest.raises(CaptureError, match="ended early"):
-        given.client_trace(LENGTH).outcome(steps(3, 1, LENGTH - 1))
+        given.client_trace(LENGTH).outcome(*steps(3, 1, LENGTH - 1))
 
 
 def test_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
@@ -441,7 +439,7 @@ def test_each_request_has_tensors_of_its_own():
     first, second = lowered([[body]] * 2, [LENGTH] * 2, [3] * 2)
     traces = [first.client_trace(LENGTH), second.client_trace(LENGTH)]
     for trace, begin in zip((*traces, traces[0]), (0, 100, 200), strict=True):
-        rows = trace.outcome(steps(3, 1, begin)).values[RETURNED]
+        rows = trace.outcome(*steps(3, 1, begin)).values[RETURNED]
         assert [row[:2].tolist() for row in rows] == [[2, begin + i] for i in range(3)]
         for row in rows:
             row.zero_()
@@ -476,7 +474,7 @@ def test_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, monkey
     module = importlib.import_module("module_of_a_kept_row")
     given = found(module.probe)
     module.LAYER = 2
-    assert given.client_trace(LENGTH).outcome(steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
+    assert given.client_trace(LENGTH).outcome(*steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
 
 
 def test_a_standing_edit_is_not_left_to_the_caller():

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from recorded import model
 
-from midstream.lowering.passes import rows_of
-from midstream.lowering.rowwise import NotRowwise, programs_of
+from midstream.lowering.row_tensors import rows_of
+from midstream.lowering.rowwise import NotRowwise, changes, programs_of
 from midstream.plan.running import run
 from midstream.trace.code import FunctionProgram
 from midstream.trace.record import record
@@ -259,6 +259,42 @@ def clipped_norm(h):
     return h
 
 
+@body
+def all_tokens_after_the_last(h):
+    h[-1] += V.to(h)
+    h *= 0.5
+    return torch.tanh(h) + 1
+
+
+@body
+def a_copy_whose_last_token_is_replaced(h):
+    kept = h.clone()
+    kept[-1] = 0
+    return h.copy_(kept)
+
+
+@body
+def two_tokens_by_indices(h):
+    h[[-1]] = V.to(h)
+    h[[0]] = 2 * V.to(h)
+    return h
+
+
+@body
+def all_tokens_replaced_after_the_last(h):
+    h[-1] = h[-1].tanh()
+    h[:] = h[:] * 0 + V.to(h)
+    return h
+
+
+@refused("after it has replaced some of them")
+def rows_of_which_one_is_replaced(h):
+    x = h[1:].clone()
+    x[0] = 0
+    h[1:] = x
+    return h
+
+
 @refused("mean.dim .*axis of the rows")
 def mean_of_tokens(h):
     return h - h.mean(0)
@@ -331,6 +367,84 @@ def test_a_body_as_a_program_gives_what_the_body_gives(name: str, dtype: torch.d
     last = [programs[-1].program for programs in made.values()]
     if name not in ("einsum",):  # equal, so that one edit is for the prompt and for generated tokens
         assert last[0] == last[1] == last[2]
+
+
+def each_token_and_a_number(h):
+    return h * 2 + torch.arange(1.0, len(h) + 1)[:, None].to(h)
+
+
+def each_token_replaced(h):
+    h[:] = torch.arange(len(h) * H).reshape(len(h), H).to(h)
+    return h
+
+
+def projected_out(h):
+    unit = (V / V.norm()).to(h)
+    return h - (h @ unit)[:, None] * unit + 0.25 * V.to(h)
+
+
+def projected_out_by_a_sum(h):
+    return h - ((h * V.to(h)).sum(-1, keepdim=True) / 8 + 1) @ V.to(h)[None]
+
+
+def the_first_projected_out(h):
+    h[0] -= (h[0] * V.to(h)).sum() * V.to(h) / 16
+    return h
+
+
+LINEAR = (halved, twice_and_a_vector, replaced, replaced_by_a_vector, each_token_and_a_number, each_token_replaced)
+LINEAR = (
+    *LINEAR,
+    projected_out,
+    the_first_projected_out,
+    projected_out_by_a_sum,
+    a_copy_whose_last_token_is_replaced,
+    ones_for_each_token,
+)
+
+
+@pytest.mark.parametrize("function", LINEAR)
+def test_the_change_of_a_linear_body_is_what_the_body_gives(function: Any) -> None:
+    torch.manual_seed(4)
+    for tokens in (5, 1):
+        x = torch.randn(tokens, H)
+        new = x.double()
+        for rows, change in changes(written(function, torch.float32, tokens)):
+            places = rows_of(rows, tokens)
+            old = x[places].double()
+            added = sum(((old @ w)[:, None] * u for u, w in change.outers), torch.zeros_like(old))
+            new[places] = change.scale * old + added + (0 if change.constant is None else change.constant)
+        torch.testing.assert_close(new.float(), function(x.clone()).expand(tokens, H), rtol=1e-5, atol=1e-5)
+
+
+def rounded(h):
+    return h.half().to(h) + V.to(h)
+
+
+def one_of_the_tokens_own_numbers(h):
+    h[-1] = each_token_and_a_number(h)[-1]
+    return h
+
+
+def one_number_of_a_vector(h):
+    return (h[:, None, :] + V.to(h)[:, None])[:, 3]
+
+
+NOT_LINEAR = (
+    tanh,
+    sae_gate,
+    some_columns,
+    powers,
+    layer_norm,
+    rounded,
+    one_of_the_tokens_own_numbers,
+    one_number_of_a_vector,
+)
+
+
+@pytest.mark.parametrize("function", NOT_LINEAR)
+def test_another_body_has_no_linear_change(function: Any) -> None:
+    assert changes(written(function, torch.float32, 5)) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -20,7 +20,7 @@ import torch
 
 from midstream.capture.rows import Captured
 from midstream.errors import CaptureError, PlanError
-from midstream.lowering.passes import RowChoice, rows_of
+from midstream.lowering.row_tensors import RowChoice, rows_of
 from midstream.lowering.rowwise import NotRowwise, RowwiseReader
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.program import MAX_RESULTS, Program
@@ -38,22 +38,6 @@ _LENGTHS = (1, 2, 997)  # a choice that selects the last row at these lengths se
 
 # The captured rows of a request, and the number of its steps -> the outcome of its trace.
 Ending = Callable[[Captured, int], Outcome]
-
-
-@dataclass(frozen=True)
-class CapturedSteps:
-    """The rows that one request has captured for its trace.
-
-    Attributes:
-        planes: the captured rows of each point, `[rows, width]`, in the order of their positions. They are contiguous and share no memory
-            with other objects, so the returned values may be views of them.
-        prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
-        count: how many steps the request had.
-    """
-
-    planes: Mapping[Point, torch.Tensor]
-    prompt: int
-    count: int
 
 
 class _Read(NamedTuple):
@@ -199,11 +183,14 @@ class SavedRows:
                 found[point, i] = part.reshape(len(part), -1)
         return found
 
-    def placed(self, recording: Recording, prompt: int) -> Any:
-        """The saved values, with a `RowRange` in place of each stand-in.
+    def template(
+        self, recording: Recording, prompt: int, planes: Mapping[tuple[Point, int], torch.Tensor]
+    ) -> _Template:
+        """The saved values of requests that end as this recording.
 
         Args:
             prompt: how many rows of each plane belong to the prompt.
+            planes: of one such request, as `unpacked` returns them.
 
         Raises:
             CaptureError: the code saves values that were not foreseen when the request began.
@@ -212,8 +199,9 @@ class SavedRows:
             found = self.of(recording) if recording.reason is None else {}
         except (_NotFromRows, PlanError):
             found = {}
+        used: dict[tuple[Point, int], list[int]] = {}  # rows of each plane
 
-        def saved(stand_in: StandIn) -> RowRange:
+        def saved(stand_in: StandIn) -> _RowRange:
             read = found.get(id(stand_in))
             known = [part.ref for part in self._parts.get(read.point, ())] if read is not None else []
             if read is None or read.result.ref not in known:
@@ -224,9 +212,15 @@ class SavedRows:
             first, count = _stretch(read, prompt)
             first = prompt + read.step - 1 if read.step else first
             shape = read.shape if read.lead < 0 else (*[1] * read.lead, count, *read.shape)
-            return RowRange(read.point, known.index(read.result.ref), first, count, shape)
+            plane = read.point, known.index(read.result.ref)
+            there = used.setdefault(plane, [])
+            there.extend(range(first, first + count))
+            return _RowRange(plane, len(there) - count, shape)
 
-        return map_objects(recording.outcome.values, StandIn, saved)
+        values = map_objects(recording.outcome.values, StandIn, saved)
+        # A plane whose rows are all used once and in order is not copied.
+        whole = {key: rows == list(range(len(planes[key]))) for key, rows in used.items()}
+        return _Template(values, {key: None if whole[key] else np.array(rows) for key, rows in used.items()})
 
 
 def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
@@ -265,63 +259,47 @@ def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
 # Putting captured rows into the saved values.
 
 
-@dataclass(frozen=True)
-class RowRange:
-    """Adjacent rows of a plane.
+class _RowRange(NamedTuple):
+    """Adjacent rows among the used ones of a plane.
 
     Attributes:
-        point: of the plane.
-        part: the index of the result there.
-        first, count: the index of the first row, and the number of rows.
+        plane: a point, and the index of the result there.
+        first: the index of the first row.
         shape: of the tensor.
     """
 
-    point: Point
-    part: int
+    plane: tuple[Point, int]
     first: int
-    count: int
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class _Template:
-    """The saved values, with `RowRange`s that index only the used rows of their plane.
+    """The saved values, with a `_RowRange` in place of rows.
 
-    Args:
-        values: with a `RowRange` in place of rows.
-        planes: of the request that the code ran for.
+    Attributes:
+        used: the rows of each plane that the values have; None for all of them.
     """
 
-    def __init__(self, values: Any, planes: Mapping[tuple[Point, int], torch.Tensor]) -> None:
-        used: dict[tuple[Point, int], list[int]] = {}  # rows of each plane
-
-        def noted(rows: RowRange) -> RowRange:
-            there = used.setdefault((rows.point, rows.part), [])
-            found = replace(rows, first=len(there))
-            there.extend(range(rows.first, rows.first + rows.count))
-            return found
-
-        self._values = map_objects(values, RowRange, noted)
-        # A plane whose rows are all used once and in order is not copied.
-        self._used = {
-            key: None if rows == list(range(len(planes[key]))) else np.array(rows) for key, rows in used.items()
-        }
+    values: Any
+    used: Mapping[tuple[Point, int], np.ndarray | None]
 
     def filled(self, planes: Mapping[tuple[Point, int], torch.Tensor]) -> Any:
         """The values with a request's rows. Those of one plane lie in one block of memory, without overlaps."""
         blocks = {}
-        for key, rows in self._used.items():
+        for key, rows in self.used.items():
             block = as_bits(planes[key]).numpy()
             if rows is not None:
                 block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenate_rows`
             blocks[key] = block, planes[key].dtype, block.strides[0]
 
-        def tensor(rows: RowRange) -> torch.Tensor:
-            block, dtype, size = blocks[rows.point, rows.part]
+        def tensor(rows: _RowRange) -> torch.Tensor:
+            block, dtype, size = blocks[rows.plane]
             # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
             count = math.prod(rows.shape)
             return torch.frombuffer(block, dtype=dtype, count=count, offset=rows.first * size).view(rows.shape)
 
-        return map_objects(self._values, RowRange, tensor)
+        return map_objects(self.values, _RowRange, tensor)
 
 
 class ClientTrace:
@@ -341,14 +319,23 @@ class ClientTrace:
 
     def ending(self, captured: Captured, steps: int) -> Outcome:
         """As `Ending`."""
-        return self.outcome(CapturedSteps(captured.take(), self.prompt, steps))
+        return self.outcome(captured.take(), steps)
 
-    def outcome(self, captured: CapturedSteps) -> Outcome:
-        """The outcome of a request that has ended. Raises CaptureError as `SavedRows.placed`."""
-        count = min(captured.count, self._most)
-        planes = self._reads.unpacked(captured.planes)
+    def outcome(self, captured: Mapping[Point, torch.Tensor], steps: int) -> Outcome:
+        """The outcome of a request that has ended.
+
+        Args:
+            captured: the rows of each point, `[rows, width]`, in the order of their positions. They are contiguous and share no memory with
+                other objects, so the returned values may be views of them.
+            steps: how many the request had.
+
+        Raises:
+            CaptureError: as `SavedRows.template`.
+        """
+        count = min(steps, self._most)
+        planes = self._reads.unpacked(captured)
         if count not in self._templates:
             recording = self._recording if count == self._most else self._again(count)
-            self._templates[count] = recording.outcome, _Template(self._reads.placed(recording, self.prompt), planes)
+            self._templates[count] = recording.outcome, self._reads.template(recording, self.prompt, planes)
         found, saved = self._templates[count]
-        return replace(found, values=saved.filled(planes), name="saved", order=captured.count, steps=captured.count)
+        return replace(found, values=saved.filled(planes), name="saved", order=steps, steps=steps)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from midstream.lowering.passes import RowChoice, rows_of
+from midstream.lowering.linear import LinearBuilder, LinearResult
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.rowwise import ELEMENTWISE, RULES, overload
 from midstream.plan.steps import DType, Ref, RowCount
@@ -38,6 +38,18 @@ _WITH_NUMBER = {
 
 
 _PRODUCT = "it multiplies tokens with each other"
+_OWN_ROWS = "a tensor has numbers of its own for each token"
+
+# Which rows: indices that are applied to the list of all rows, one after the other. Empty for all rows.
+RowChoice = tuple[int | slice | tuple[int, ...], ...]
+
+
+def rows_of(rows: RowChoice, tokens: int) -> list[int]:
+    """The rows among `tokens`. Raises IndexError for a row outside."""
+    found: Any = list(range(tokens))
+    for each in rows:
+        found = [found[i] for i in each] if isinstance(each, tuple) else found[each]
+    return [found] if isinstance(found, int) else found
 
 
 class NoProgram(Exception):
@@ -137,7 +149,19 @@ class RowOperations:
             own = own.item()
         if not isinstance(own, torch.Tensor):
             return self.made(like, "full.default", (sizes, own), {"dtype": DType(str(dtype).removeprefix("torch."))})
-        return self.made(like, "expand.default", (self.aligned(own, like).to(dtype), sizes))
+        own = self._beside(own, like)
+        if isinstance(own, RowTensor):
+            return self.cast(own, dtype)
+        return self.made(like, "expand.default", (own.to(dtype), sizes))
+
+    def _beside(self, own: torch.Tensor, like: RowTensor) -> torch.Tensor | RowTensor:
+        """As `aligned`, but a row tensor for numbers of each row's own beside a tensor of the site's shape, if the builder knows these."""
+        width = self.builder.width
+        is_site = like.result.shape == (width,) and like.lead == 0 and like.result.shaped.rows == 1
+        fits = own.ndim == 2 and own.shape[0] == self.count(like) and own.shape[1] in (1, width)
+        if not (isinstance(self.builder, LinearBuilder) and is_site and fits and bool((own != own[:1]).any())):
+            return self.aligned(own, like)
+        return RowTensor(self.builder.own_rows(own), like.rows)
 
     def aligned(self, own: torch.Tensor, like: RowTensor) -> torch.Tensor:
         """A tensor of the code's own that broadcasts with `like`: without the axes before the rows, and the same for all rows."""
@@ -152,7 +176,7 @@ class RowOperations:
             own = own[0]
         if own.ndim == rank and own.shape[0] != 1:
             if not bool((own == own[:1]).all()):
-                raise NoProgram("a tensor has numbers of its own for each token")
+                raise NoProgram(_OWN_ROWS)
             own = own[:1]
         return own
 
@@ -169,7 +193,7 @@ class RowOperations:
         if op in ELEMENTWISE:
             op, args = self._with_number(op, args)
             like, args = self._of_one_rank(like, args)
-            args = tuple(self.aligned(each, like) if isinstance(each, torch.Tensor) else each for each in args)
+            args = tuple(self._beside(each, like) if isinstance(each, torch.Tensor) else each for each in args)
         elif op in _BESIDE:
             args = self._all_blocks(args, like)
         if like.lead and op not in ELEMENTWISE and op not in _WITHOUT_AXES:
@@ -300,31 +324,23 @@ class RowOperations:
     def op_slice(
         self, tensor: RowTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
     ) -> RowTensor:
-        axis = self._dim(tensor, dim)
-        size = (
-            self.count(tensor) * tensor.result.shaped.rows
-            if axis == 0
-            else tensor.result.shape[axis - 1]
-            if axis > 0
-            else 1
-        )
-        chosen = slice(start, end, step)
-        if (
-            chosen.indices(size) == (0, size, 1)
-            and (axis != 0 or start in (0, None))
-            and (axis != 0 or end is None or end >= 1 << 62)
-        ):
+        axis, chosen = self._dim(tensor, dim), slice(start, end, step)
+        if axis == 0:
+            is_all = start in (0, None) and step == 1 and (end is None or end >= 1 << 62)  # for any number of rows
+            return tensor if is_all else self._chosen(tensor, chosen)
+        size = tensor.result.shape[axis - 1] if axis > 0 else 1
+        if chosen.indices(size) == (0, size, 1):
             return tensor
         if axis < 0:
             raise NoProgram("it takes nothing of an axis in front of the tokens")
-        if axis > 0:
-            first, last, step = chosen.indices(size)
-            return self.made(tensor, "slice.Tensor", (tensor, axis, first, last, step))
-        return self._chosen(tensor, chosen)
+        first, last, step = chosen.indices(size)
+        return self.made(tensor, "slice.Tensor", (tensor, axis, first, last, step))
 
     def _chosen(self, tensor: RowTensor, chosen: Any) -> RowTensor:
         if tensor.lead or tensor.result.shaped.rows != 1:
             raise NoProgram("it takes some tokens after another axis")
+        if isinstance(tensor.result, LinearResult) and tensor.result.has_own_rows:
+            raise NoProgram(_OWN_ROWS)
         return replace(tensor, rows=(*tensor.rows, chosen), lead=-1 if isinstance(chosen, int) else 0)
 
     # Indices.

@@ -1,5 +1,6 @@
-"""Makes programs (`plan.program`) from recorded tensors that are row-wise functions of a site's value.
+"""Reads recorded tensors that are row-wise functions of a site's value: as linear changes of its rows, and as programs (`plan.program`).
 
+    for rows, change in changes(write): ...                        # None if the write is not linear
     for rows, program, inputs in programs_of(write): ...           # raises NotRowwise, with the line and the reason
     tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
 
@@ -20,15 +21,18 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.passes import RowChoice
-from midstream.lowering.row_tensors import SAME, NoProgram, RowOperations, RowTensor
+from midstream.lowering.linear import LinearBuilder, LinearResult
+from midstream.lowering.row_tensors import SAME, NoProgram, RowChoice, RowOperations, RowTensor
 from midstream.plan.building import Builder
+from midstream.plan.ops.edit import RowChange
 from midstream.plan.program import Program
+from midstream.plan.rowwise import ELEMENTWISE
 from midstream.plan.steps import DType
 from midstream.sites import LAYER_SITES, Point, comes_before
 from midstream.trace.graph import Chain, Value, Write
 from midstream.tree import objects_in
 
+_AGAIN = "it uses rows again after it has replaced some of them"
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
 
 
@@ -51,6 +55,24 @@ class Made(NamedTuple):
     rows: RowChoice
     program: Program
     inputs: tuple[Point, ...] = ()
+
+
+def changes(write: Write) -> list[tuple[RowChoice, RowChange]] | None:
+    """The changes that a write makes, each with its rows. Later entries override earlier ones. None if the write is not linear."""
+    was = write.was
+    if len(was.shape) != 2:
+        return None
+    reader = RowwiseReader(was, write.line, LinearBuilder(was.shape[1], str(was.dtype).removeprefix("torch.")))
+    try:
+        parts = reader.parts(write.now)
+    except NotRowwise:
+        return None
+    found = []
+    for rows, tensor in parts:
+        if not isinstance(tensor.result, LinearResult) or not isinstance(tensor.result.form, RowChange):
+            return None
+        found.append((rows, tensor.result.form))
+    return found
 
 
 def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True) -> list[Made]:
@@ -95,8 +117,20 @@ class RowwiseReader:
 
     def programs(self, now: Value) -> list[Made]:
         """The programs that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
+        parts = self.parts(now)
         with self._saying_why():
-            return self._programs(now)
+            return [self._made(rows, tensor) for rows, tensor in parts]
+
+    def parts(self, now: Value) -> list[tuple[RowChoice, RowTensor]]:
+        """A value of the site, and later replacements of some of its rows. Raises NotRowwise."""
+        with self._saying_why():
+            whole = self.of(now)
+            if isinstance(whole, torch.Tensor):
+                whole = self._operations.as_row_tensor(whole, self._was)
+            is_row = self._operations.count(whole) == 1  # axes of size 1 before a single row are ambiguous
+            if whole.rows or (whole.lead and not is_row):
+                raise NoProgram("it is not a value for each token")
+            return [((), whole), *whole.parts]
 
     def row_tensor(self, value: Value, chain: Chain = ()) -> RowTensor:
         """A value, or a view of it, as a row tensor. Raises NotRowwise."""
@@ -116,15 +150,6 @@ class RowwiseReader:
             raise NotRowwise(self._first_line, "it computes too much") from None
         except Exception as error:  # the code may do anything to its tensors; an unforeseen case is not a program
             raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
-
-    def _programs(self, now: Value) -> list[Made]:
-        whole = self.of(now)
-        if isinstance(whole, torch.Tensor):
-            whole = self._operations.as_row_tensor(whole, self._was)
-        is_row = self._operations.count(whole) == 1  # axes of size 1 before a single row are ambiguous
-        if whole.rows or (whole.lead and not is_row):
-            raise NoProgram("it is not a value for each token")
-        return [self._made(rows, tensor) for rows, tensor in (((), whole), *whole.parts)]
 
     def _made(self, rows: RowChoice, tensor: RowTensor) -> Made:
         flat = self._operations.reshaped(tensor, (self.builder.width,))
@@ -186,27 +211,47 @@ class RowwiseReader:
         if not tensors or (changes and not isinstance(args[0], RowTensor)):
             raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
         if any(tensor.parts for tensor in tensors):
-            return self._again(packet, args)
+            return self._again(packet, which, args, kwargs)
         found = self._operations.result_of(packet, which, args, kwargs, None if changes else value.out)  # type: ignore[arg-type]
         return self._operations.cast(found, args[0].result.dtype) if changes and isinstance(found, RowTensor) else found
 
-    def _again(self, packet: str, args: tuple[Any, ...]) -> RowTensor:
-        """A value some of whose rows have been replaced, or the rows that were replaced last."""
-        tensor = args[0]
+    def _again(self, packet: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowTensor:
+        """The result of an operation on a value some of whose rows have been replaced."""
+        tensor, others = args[0], list(objects_in((args[1:], tuple(kwargs.values())), RowTensor))
+        if packet == "copy" and others:
+            copied = self._operations.op_copy(tensor, replace(others[0], parts=()))
+            if copied.result is others[0].result:
+                return replace(copied, parts=others[0].parts)
+        if not isinstance(tensor, RowTensor) or any(other.parts for other in others):
+            raise NoProgram(_AGAIN)
         if packet in SAME:
-            return tensor  # type: ignore[no-any-return]
-        if packet in ("select", "slice") and isinstance(tensor, RowTensor) and tensor.parts:
-            found = self._operations.result_of(packet, "", (replace(tensor, parts=()), *args[1:]), {}, None)
-            if found.result is tensor.result and found.rows == tensor.rows:
-                return tensor
-            for rows, part in reversed(tensor.parts):
-                if rows == found.rows:
-                    return part
-                if not _are_apart(rows, found.rows):
-                    break
-            else:
-                return found  # type: ignore[no-any-return]
-        raise NoProgram("it uses rows again after it has replaced some of them")
+            return tensor
+
+        def result(of: RowTensor) -> Any:
+            return self._operations.result_of(packet, which, (of, *args[1:]), kwargs, None)
+
+        found = result(replace(tensor, parts=()))
+        if packet in ("copy", "fill", "zero"):  # all rows get other numbers
+            return found  # type: ignore[no-any-return]
+        if packet in ("select", "slice"):
+            return self._some_again(tensor, found)
+        if packet == "index_put" and found.result is tensor.result:
+            return replace(found, parts=(*tensor.parts, *found.parts))
+        if f"{packet}.{which}" not in ELEMENTWISE or others:
+            raise NoProgram(_AGAIN)
+        parts = ((rows, replace(result(replace(part, lead=0)), lead=part.lead)) for rows, part in tensor.parts)
+        return replace(found, parts=tuple(parts))
+
+    def _some_again(self, tensor: RowTensor, found: RowTensor) -> RowTensor:
+        """The rows that `found` has of `tensor`, if none or all of them were replaced."""
+        if found.result is tensor.result and found.rows == tensor.rows:
+            return tensor
+        for rows, part in reversed(tensor.parts):
+            if rows == found.rows:
+                return part
+            if not _are_apart(rows, found.rows):
+                raise NoProgram(_AGAIN)
+        return found
 
     def _put(self, whole: Any, new: Any, chain: Sequence[Any]) -> RowTensor:
         """A tensor with other numbers in a view of it."""
@@ -215,7 +260,9 @@ class RowwiseReader:
         base = replace(whole, parts=())
         views = self._views(base, chain)
         rows = views[-1].rows
-        if whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views))):
+        if new.rows == rows == base.rows and views[-1].result is base.result:  # all of it
+            return replace(new, lead=base.lead)
+        if new.parts or (whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views)))):
             raise NoProgram("it changes a part of rows after it has replaced some of them")
         for (op, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
             if new.rows != rows:

@@ -19,9 +19,9 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows
-from midstream.lowering.passes import RowChoice, changes, rows_of
 from midstream.lowering.recordings import Recorded, Recorder
-from midstream.lowering.rowwise import NotRowwise, programs_of
+from midstream.lowering.row_tensors import RowChoice, rows_of
+from midstream.lowering.rowwise import NotRowwise, changes, programs_of
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program

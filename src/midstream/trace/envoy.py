@@ -348,9 +348,10 @@ class SitePerLayer:
     layers.
     """
 
-    def __init__(self, arch: Architecture, site: str) -> None:
+    def __init__(self, arch: Architecture, site: str, name: str | None = None) -> None:
         self._arch = arch
         self._site = site
+        self._name = name or site
 
     def _at(self, layer: int) -> tuple[Binding, str]:
         if isinstance(layer, slice):
@@ -363,9 +364,9 @@ class SitePerLayer:
         try:
             return operator.index(layer)
         except TypeError:
-            given = f"{self._site}[{layer!r}]"
+            name = self._name
             raise UnknownSiteError(
-                f"{given}: a layer is one number, {self._site}[3], or a slice. Index the value itself after that: {self._site}[3][-1]."
+                f"{name}[{layer!r}]: a layer is one number, {name}[3], or a slice. Index the value itself after that: {name}[3][-1]."
             ) from None
 
     def __getitem__(self, layer: int | slice) -> Any:
@@ -391,17 +392,8 @@ class AttentionProbabilities(SitePerLayer):
     """
 
     def __init__(self, arch: Architecture, forward: Forward) -> None:
-        super().__init__(arch, "attn_q")
+        super().__init__(arch, "attn_q", "attention_probabilities")
         self._forward = forward
-
-    def _index(self, layer: Any) -> int:
-        try:
-            return operator.index(layer)
-        except TypeError:
-            raise UnknownSiteError(
-                f"attention_probabilities[{layer!r}]: a layer is one number, or a slice. Index the value itself after that: "
-                "attention_probabilities[3][0]."
-            ) from None
 
     def __getitem__(self, layer: int | slice) -> Any:
         if isinstance(layer, slice):
@@ -464,6 +456,12 @@ def _site_property(site: str) -> property:
     return property(get, put, doc=f"The site `{site}`, `[tokens, hidden]`.")
 
 
+def _last_property(name: str, doc: str) -> property:
+    """The property of a value that is computed after the forward."""
+    key = "", name
+    return property(lambda _: read_point(key), lambda _, value: write_point(key, value), doc=doc)
+
+
 def inside(name: str) -> TraceError:
     """The error for calling a method of the model inside a trace."""
     return TraceError(
@@ -523,6 +521,11 @@ class ModelEnvoy(Envoy, Sizes):
         """
         return AttentionProbabilities(self._arch, self._forward)
 
+    logits = _last_property("logits", "The next token's logits, `[1, vocab]`.")
+    samples = _last_property(
+        "samples",
+        "The token sampled in this step, `[1]`, integer. Write another token here to continue the request with it.",
+    )
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")
     final_norm = _site_property("final_norm")
@@ -553,24 +556,6 @@ class ModelEnvoy(Envoy, Sizes):
     @property
     def tokenizer(self) -> Any:
         return self._tokenizer()
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """The next token's logits, `[1, vocab]`."""
-        return read_point(("", "logits"))
-
-    @logits.setter
-    def logits(self, value: torch.Tensor) -> None:
-        write_point(("", "logits"), value)
-
-    @property
-    def samples(self) -> torch.Tensor:
-        """The token sampled in this step, `[1]`, integer. Write another token here to continue the request with it."""
-        return read_point(("", "samples"))
-
-    @samples.setter
-    def samples(self, value: torch.Tensor) -> None:
-        write_point(("", "samples"), value)
 
     @property
     def generator(self) -> Generator:

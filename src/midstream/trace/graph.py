@@ -1,6 +1,6 @@
 """A recorded trace as data: the values that its code computes, step by step, and its writes to sites.
 
-`trace.record` makes it; `lowering.passes` and `lowering.tiers` read it. A value never changes: where the code changes a tensor in place,
+`trace.record` makes it; `lowering` reads it. A value never changes: where the code changes a tensor in place,
 the recorder notes a new value for the tensor's memory.
 
 Legend: T tokens of a step, H the site's width.

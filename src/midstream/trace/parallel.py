@@ -248,6 +248,9 @@ class StageValue(Opaque):
             self._changes.append(change)
         return self
 
+    def _edit(self, method: str, args: Any, kwargs: Any) -> StageValue:
+        return self._change(lambda value: getattr(value, method)(*real(args), **real(kwargs)))
+
     # By fetching.
 
     def _use(self) -> Any:
@@ -267,7 +270,7 @@ class StageValue(Opaque):
                 f"`{self._origin.name}[0].{name}`."
             )
         if name.endswith("_") and not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
-            return lambda *args, **kwargs: self._change(_method(name, _snapshot(args), _snapshot(kwargs)))
+            return lambda *args, **kwargs: self._edit(name, _snapshot(args), _snapshot(kwargs))
         return getattr(self._use(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -293,12 +296,6 @@ class StageValue(Opaque):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._use()(*real(args), **real(kwargs))
 
-    def __contains__(self, item: Any) -> bool:
-        return real(item) in self._use()
-
-    def __round__(self, digits: int = 0) -> Any:
-        return round(self._use(), digits)
-
     def __format__(self, spec: str) -> str:
         return format(self._use(), spec) if spec else repr(self)
 
@@ -323,10 +320,6 @@ def real(tree: Any) -> Any:
 def _snapshot(tree: Any) -> Any:
     """A copy of `tree`, whose tensors may be edited before the copy is used."""
     return map_tensors(tree, lambda _, tensor: tensor.clone()) if not isinstance(tree, StageValue) else tree
-
-
-def _method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
-    return lambda value: getattr(value, name)(*real(args), **real(kwargs))
 
 
 # Operators: names of special methods, without underscores.
@@ -355,7 +348,7 @@ for _name in BINARY:
     setattr(StageValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
     setattr(StageValue, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
     setattr(StageValue, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
-for _name in (*UNARY, *COMPARISONS, "index"):
+for _name in (*UNARY, *COMPARISONS, "index", "contains"):
     setattr(StageValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
-for _function in (bool, int, float, complex):
+for _function in (bool, int, float, complex, round):
     setattr(StageValue, f"__{_function.__name__}__", _by_use(_function))

@@ -418,12 +418,6 @@ class RecordedBody(Body):
         self._visit = _RecordedVisit(self, key, self._model)
         return self._visit
 
-    def read(self, key: Key, view: Callable[[Any], Any], width: int | None = None) -> Any:
-        return view(self.at(key))
-
-    def write(self, key: Key, change: Callable[[Any], None]) -> None:
-        change(self.at(key))
-
     def wait_for_sibling(self) -> NoReturn:
         self.notes.end("it uses a variable of another invoke")
 

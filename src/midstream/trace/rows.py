@@ -219,10 +219,6 @@ class Event:
         """The batch's tensor at `ref`, or None."""
         return follow(self.tree, ref)
 
-    def is_copy(self, ref: Ref) -> bool:
-        """Whether an earlier write replaced the leaf by a tensor that belongs to the event."""
-        return ref in self._owned
-
     def write(self, ref: Ref, value: torch.Tensor, rows: RequestRows, tokens: bool, in_place: bool = False) -> None:
         """Replace this request's rows of the leaf by `value`, which is `[t, ...]` if `tokens`.
 

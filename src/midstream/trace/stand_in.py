@@ -10,7 +10,6 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +20,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
-from midstream.tree import lazy_copy, leaves, map_objects, map_tensors, objects_in, unwritten
+from midstream.trace.parallel import BINARY, COMPARISONS, UNARY
+from midstream.tree import Ref, lazy_copy, leaves, map_objects, map_tensors, objects_in, unwritten
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
@@ -121,15 +121,6 @@ class Number:
     def _looked_at(self, *_: Any) -> NoReturn:
         self._end("it needs a number that only the forward has")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _computed
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = __index__ = __int__ = __float__ = (
-        _looked_at  # type: ignore[assignment]
-    )
-    __str__ = __repr__ = __format__ = __reduce_ex__ = __round__ = __truediv__ = __rtruediv__ = __floordiv__ = _looked_at  # type: ignore[assignment]
-    __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __complex__ = __trunc__ = (
-        __array__
-    ) = _looked_at
-
     def __getattr__(self, name: str) -> NoReturn:
         if not hasattr(self._kind, name):
             raise AttributeError(f"{self._kind.__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -150,12 +141,15 @@ class RowCount(int):
     def _used(self, *_: Any) -> NoReturn:
         self.end("it depends on the number of tokens")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = _used  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used  # type: ignore[assignment]
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _used  # type: ignore[assignment]
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = _used  # type: ignore[assignment]
-    __rshift__ = __rrshift__ = __neg__ = __pos__ = __abs__ = __invert__ = __int__ = __float__ = _used  # type: ignore[assignment]
-    __round__ = __floor__ = __ceil__ = __trunc__ = __repr__ = __str__ = __format__ = _used  # type: ignore[assignment]
+
+# Python looks special methods up in the class.
+_ARITHMETIC = [*BINARY, *(f"r{name}" for name in BINARY), "divmod", "rdivmod", *UNARY]
+_LOOKS = [*COMPARISONS, *"hash bool int float str repr format round trunc".split()]
+_COMPUTED = "add radd sub rsub mul rmul neg abs".split()
+for _name in (*_ARITHMETIC, *_LOOKS, "floor", "ceil"):
+    setattr(RowCount, f"__{_name}__", RowCount._used)
+for _name in (*_ARITHMETIC, *_LOOKS, *"index reduce_ex complex array".split()):
+    setattr(Number, f"__{_name}__", Number._computed if _name in _COMPUTED else Number._looked_at)
 
 
 def is_plain(tree: Any, depth: int = 8) -> bool:
@@ -380,7 +374,7 @@ class Notes:
             return self._changed(func, facts.changes[0], args, kwargs)
         if facts.is_view:
             return self._viewed(func, args, kwargs, result)
-        given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
+        given = self._valued(args, kwargs)
         line, is_on_cpu = self.at(), all(t.is_on_cpu for t in tensors if isinstance(t, StandIn))
 
         def stand_in(meta: Any, out: int | None) -> Any:
@@ -405,52 +399,41 @@ class Notes:
             self.converted[key] = (lazy_copy(tensor), func(*args, **kwargs))
         return lazy_copy(self.converted[key][1])
 
-    def _valued(self, tree: Any) -> Any:
+    def _valued(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with values in place of tensors."""
-        if isinstance(tree, torch.Tensor):
-            return self.value_of(tree)
-        return type(tree)(map(self._valued, tree)) if isinstance(tree, (tuple, list)) else tree
+        values: Any = map_tensors((tuple(args), kwargs), lambda _, tensor: self.value_of(tensor))
+        return values  # type: ignore[no-any-return]
 
     def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """The results on the meta device, with their shapes. Known indices are checked against sizes on zeros."""
         has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
         try:
             if has_indices:
-                found = func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()})
-                return map_tensors(found, lambda _, tensor: tensor.to("meta"))
+                args, kwargs = map_tensors((args, kwargs), self._zeros)
+                return map_tensors(func(*args, **kwargs), lambda _, tensor: tensor.to("meta"))
             # Views share the memory of these very tensors, and the others change them.
             if facts.is_view or facts.changes:
-                return func(*self._metas(args), **{name: self._metas(each) for name, each in kwargs.items()})
+                args, kwargs = map_tensors((args, kwargs), lambda _, tensor: self._meta(tensor))
+                return func(*args, **kwargs)
             given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
             return _made(_computed(func, *given, torch.get_default_dtype()))
         except Exception as error:
             self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
-    def _metas(self, tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            if self.is_unknown(tree):
-                return self._meta(tree)
-            return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
-        return type(tree)(map(self._metas, tree)) if isinstance(tree, (tuple, list)) else tree
-
     def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
+        if self.is_unknown(tensor):
+            return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def _zeros(self, tree: Any) -> Any:
-        """Arguments with numbers: zeros for values of the forward."""
-        if isinstance(tree, torch.Tensor):
-            return torch.zeros_like(self._meta(tree), device="cpu") if self.is_unknown(tree) else tree.clone()
-        return type(tree)(map(self._zeros, tree)) if isinstance(tree, (tuple, list)) else tree
+    def _zeros(self, _: Ref, tensor: torch.Tensor) -> torch.Tensor:
+        """An argument with numbers: zeros for a value of the forward."""
+        return torch.zeros_like(self._meta(tensor), device="cpu") if self.is_unknown(tensor) else tensor.clone()
 
     def _described(self, tree: Any) -> Any:
         """Arguments as `_computed` takes them."""
         if isinstance(tree, torch.Tensor):
-            if not self.is_unknown(tree):
-                return _laid(tree)
-            return _laid(self._meta(tree))
-        if isinstance(tree, (tuple, list)):
-            return tuple(map(self._described, tree))
-        return _Plain(type(tree), tree)
+            return _laid(self._meta(tree) if self.is_unknown(tree) else tree)
+        return tuple(map(self._described, tree)) if isinstance(tree, (tuple, list)) else _Plain(type(tree), tree)
 
     def _changed(self, func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
         """The tensor that an operation changes in place."""
@@ -465,7 +448,7 @@ class Notes:
                 source = other if isinstance(other, StandIn) else self._as_stand_in(other)
                 if source.memory is own.memory:
                     self._check_overlap(own.meta, source.meta, is_elementwise=not _facts(func).may_raise)
-        given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
+        given = self._valued(args, kwargs)
         if func is aten.copy_.default and given[0][0] is given[0][1]:  # `h[-1] += v` ends in writing a view to itself
             return target
         if torch.Tag.inplace_view in func.tags and type(target) is StandIn:
@@ -625,10 +608,10 @@ class SeeingFunctions(TorchFunctionMode):
         notes = self._notes
         if notes.makes_numbers and any(objects_in((args, kwargs), Number)):
             notes.end("a number of the forward is used in a tensor")
-        if notes.rows is not None and next(objects_in((args, kwargs), RowCount), None) is not None:
+        if (rows := notes.rows) is not None and next(objects_in((args, kwargs), RowCount), None) is not None:
             if func not in _OF_SIZES:
                 notes.end("it depends on the number of tokens")
-            args, kwargs = map_objects((args, kwargs or {}), RowCount, partial(_plain_size, notes.rows))
+            args, kwargs = map_objects((args, kwargs or {}), RowCount, lambda count: rows * count.times)
         special = _SPECIAL.get(func)
         if special is not None and args and notes.is_unknown(args[0]):
             return special(notes, func, *args, **(kwargs or {}))
@@ -637,10 +620,6 @@ class SeeingFunctions(TorchFunctionMode):
         if notes.device.type != "cpu":
             args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(each) for name, each in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
-
-
-def _plain_size(rows: int, count: RowCount) -> int:
-    return rows * count.times
 
 
 def _on_cpu(value: Any) -> Any:

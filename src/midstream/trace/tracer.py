@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
@@ -16,7 +16,7 @@ from midstream.arch.aliases import resolved
 from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
 from midstream.trace.body import Body, StopTrace, current_body, is_in_body
 from midstream.trace.saves import refuse
-from midstream.trace.visit import Visit
+from midstream.trace.visit import Visit, first_argument
 from midstream.tree import Opaque, map_tensors
 
 _numbers = itertools.count()
@@ -221,75 +221,55 @@ class Steps:
         return Loop(steps(body, chosen))
 
 
-@dataclass
 class CacheEntry:
     """One module's output and inputs in a cache; lists of them if the request ran several steps.
 
     `entry[i]` is the entry of one call of the module, and `len(entry)` the number of calls.
+
+    Args:
+        calls: "output" or "inputs" -> the step and the value of each call.
     """
 
-    output: Any = None
-    inputs: Any = None
-    _steps: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # of the values of each field
+    def __init__(self, calls: Mapping[str, Sequence[tuple[int, Any]]] | None = None) -> None:
+        self.calls = {name: [*own] for name, own in (calls or {}).items() if own}
 
-    def add(self, field_name: str, value: Any, step: int) -> None:
-        self._steps.setdefault(field_name, []).append(step)
-        before = getattr(self, field_name)
-        if before is None:
-            setattr(self, field_name, value)
-        elif isinstance(before, _PerStep):
-            before.append(value)
-        else:
-            setattr(self, field_name, _PerStep([before, value]))
+    def add(self, name: str, value: Any, step: int) -> None:
+        self.calls.setdefault(name, []).append((step, value))
+
+    def _values(self, name: str, of: Callable[[Any], Any] = lambda value: value) -> Any:
+        values = [of(value) for _, value in self.calls.get(name, ())]
+        return values if len(values) > 1 else values[0] if values else None
+
+    @property
+    def output(self) -> Any:
+        """The call's return value; a list if the request ran several steps."""
+        return self._values("output")
+
+    @property
+    def inputs(self) -> Any:
+        """The call's arguments, `(args, kwargs)`; a list if the request ran several steps."""
+        return self._values("inputs")
 
     @property
     def input(self) -> Any:
         """The first argument; a list if the request ran several steps."""
-        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _PerStep) else _first(self.inputs)
+        if "inputs" not in self.calls:
+            raise TraceError("The cache has no inputs; make it by tracer.cache(include_inputs=True).")
+        return self._values("inputs", first_argument)
 
     def __len__(self) -> int:
-        return max(map(len, self._steps.values()), default=0)
+        return max(map(len, self.calls.values()), default=0)
 
     def __getitem__(self, index: int) -> CacheEntry:
-        calls = range(len(self))[index]
-        return self._where(lambda place, _: place == calls)
-
-    def parts(self) -> list[tuple[str, list[int], list[Any]]]:
-        """Each field with the steps and the values of its calls, for `of`."""
-        found = [(name, numbers, getattr(self, name)) for name, numbers in self._steps.items()]
-        return [(name, numbers, [*each] if isinstance(each, _PerStep) else [each]) for name, numbers, each in found]
-
-    @classmethod
-    def of(cls, parts: Iterable[tuple[str, list[int], list[Any]]]) -> CacheEntry:
-        entry = cls()
-        for name, numbers, values in parts:
-            for number, value in zip(numbers, values, strict=True):
-                entry.add(name, value, number)
-        return entry
+        place = range(len(self))[index]
+        return CacheEntry({name: own[place : place + 1] for name, own in self.calls.items()})
 
     def until(self, step: int) -> CacheEntry:
         """The entry with the values of the steps before `step` only."""
-        return self._where(lambda _, number: number < step)
+        return CacheEntry({name: [call for call in own if call[0] < step] for name, own in self.calls.items()})
 
-    def _where(self, chosen: Callable[[int, int], bool]) -> CacheEntry:
-        """The entry with the calls for which `chosen(place, step)` is true."""
-        parts = []
-        for name, numbers, values in self.parts():
-            places = [place for place, number in enumerate(numbers) if chosen(place, number)]
-            parts.append((name, [numbers[place] for place in places], [values[place] for place in places]))
-        return CacheEntry.of(parts)
-
-
-class _PerStep(list[Any]):
-    """One value for each of several steps, as opposed to a list that a module returned."""
-
-
-def _first(inputs: Any) -> Any:
-    """The first of a call's arguments `(args, kwargs)`."""
-    if inputs is None:
-        raise TraceError("The cache has no inputs; make it by tracer.cache(include_inputs=True).")
-    args, kwargs = inputs
-    return args[0] if args else next(iter(kwargs.values()))
+    def __repr__(self) -> str:
+        return f"CacheEntry(output={self.output!r}, inputs={self.inputs!r})"
 
 
 class Cache(dict[str, CacheEntry], Opaque):
@@ -311,9 +291,7 @@ class Cache(dict[str, CacheEntry], Opaque):
         return self.get(str(path)) is not None
 
     def get(self, path: str, default: Any = None) -> Any:
-        short = path.removeprefix("model.")
-        spelled = (path, short, resolved(path, self._aliases), resolved(short, self._aliases))
-        return next((dict.__getitem__(self, each) for each in spelled if dict.__contains__(self, each)), default)
+        return dict.get(self, _path_of(path, self.keys(), self._aliases), default)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -323,7 +301,7 @@ class Cache(dict[str, CacheEntry], Opaque):
     def __midstream_until__(self, step: int) -> Cache:
         """The cache with the values of the steps before `step` only."""
         entries = {path: entry.until(step) for path, entry in self.items()}
-        cache = Cache({path: entry for path, entry in entries.items() if entry._steps})
+        cache = Cache({path: entry for path, entry in entries.items() if entry.calls})
         cache._aliases = self._aliases
         return cache
 

@@ -248,8 +248,7 @@ class Visit:
 
     def first(self) -> Any:
         """The first argument of a module's input."""
-        args, kwargs = self.raw()
-        return args[0] if args else next(iter(kwargs.values()))
+        return first_argument(self.raw())
 
     def set_first(self, value: Any) -> None:
         """Replace the first argument. Errors are those of `set_raw`."""
@@ -369,6 +368,12 @@ class Visit:
         self._settle()
         self._handed.clear()
         self._followed.clear()
+
+
+def first_argument(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """The first of a call's arguments `(args, kwargs)`."""
+    args, kwargs = inputs
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _fitted(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

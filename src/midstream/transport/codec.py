@@ -318,11 +318,11 @@ def _pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
 
 def _cache_parts(cache: Cache) -> list[Any]:
     aliases = [(*at, path) for at, path in cache._aliases.items()]
-    return [list(cache), aliases, *[entry.parts() for entry in cache.values()]]
+    return [list(cache), aliases, *[entry.calls for entry in cache.values()]]
 
 
 def _cache(paths: list[str], aliases: list[tuple[str, str, str]], *entries: Any) -> Cache:
-    made = Cache(zip(paths, map(CacheEntry.of, entries), strict=True))
+    made = Cache(zip(paths, map(CacheEntry, entries), strict=True))
     made._aliases = {(owner, name): path for owner, name, path in aliases}
     return made
 
