@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -81,6 +82,18 @@ class Step(NamedTuple):
     def place(self) -> str:
         """Its name in messages."""
         return f"{fields.shown(self.op)[1:-1]}{f' (line {self.line})' if self.line else ''}"
+
+    def mapped(self, change: Callable[[Any], Any]) -> Step:
+        """The same with other references and constants."""
+        kwargs = tuple((name, mapped(arg, change)) for name, arg in self.kwargs)
+        return self._replace(args=mapped(self.args, change), kwargs=kwargs)
+
+
+def mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument of a step with other references (`Ref`) and constants (`Const`)."""
+    if isinstance(arg, tuple):
+        return tuple(mapped(each, change) for each in arg)
+    return change(arg) if isinstance(arg, (Ref, Const)) else arg
 
 
 @dataclass(frozen=True, eq=False, repr=False)
