@@ -28,7 +28,7 @@ from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.request import PlanRequest, packed
-from midstream.runtime.sending import CaptureSender, LocalSinks
+from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
 from midstream.runtime.step import RequestEnd
 from midstream.runtime.store import make_run
 from midstream.runtime.tables import DeviceTables, RowProfiles
@@ -59,7 +59,8 @@ class Steps:
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, shard_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
         self.tables = TorchTables(points_of(arch), torch.device("cpu"), torch.float32)
-        sender = SimpleNamespace(send_together=self.sent.extend)
+        reports = Reports()
+        reports.sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
             PointHooks(self.model, arch, BUILT_IN, self.tables, torch.float32),
@@ -70,7 +71,7 @@ class Steps:
             device=torch.device("cpu"),
             dtype=torch.float32,
             record_bytes=1 << 20,
-            captures=CaptureSender(lambda: sender, None, 0),
+            captures=CaptureSender(reports, None),
             cuts=AttentionCuts(self.model, arch, 0),
             speculative=speculative,
         )
@@ -693,7 +694,7 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
         taken.append((request_id, positions))
 
     sinks = LocalSinks("engine", LAYERS, range(LAYERS))
-    captures = CaptureSender(lambda: None, lambda: sinks, 0)
+    captures = CaptureSender(Reports(), lambda: sinks)
     plans = {"bad": Consumer("nobody-has-this"), "good": take}
     plans = {
         name: Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=to)) for name, to in plans.items()
@@ -719,8 +720,9 @@ def test_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     """The other ranks have the same rows and send none, to nobody."""
     taken, sent = [], []
     sinks = LocalSinks("engine", LAYERS, range(LAYERS))
-    sender = SimpleNamespace(send_together=sent.extend)
-    captures = CaptureSender(lambda: sender, lambda: sinks, 0, sends)
+    reports = Reports(sends=sends)
+    reports.sender = SimpleNamespace(send_together=sent.extend)
+    captures = CaptureSender(reports, lambda: sinks)
     plan = Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=lambda *row: taken.append(row[3])))
     layout = Planes([Plane("resid_post", 0, "before", 0, WIDTH)])
     carried = PlanRequest(b"", capture=mailbox)
@@ -838,7 +840,7 @@ def test_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, posit
                 assert captured == [i for i in kept if start <= i < stop]
                 in_prompt, in_generated = (
                     any(alone.acts[start:stop]),
-                    stop > len(alone.prompt) and alone.reach[1].points,
+                    stop > len(alone.prompt) and alone.acting[1],
                 )
                 acting = [*shared.acting[:1] * in_prompt, *shared.acting[1:] * bool(in_generated)]
                 assert shared.acting_in(start, stop, length) == acting

@@ -149,14 +149,9 @@ class Tables:
         before, self._rows = self._rows, rows
         if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
             self._set_rows(rows)
-        self._set_places(places, score_places, len(rows.profile_T))
 
     def _set_rows(self, rows: RowProfiles) -> None:
         """The rows differ from those of the step before."""
-        raise NotImplementedError
-
-    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
-        """Called in every step, after the rows, of which there are `count`."""
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -260,10 +255,10 @@ class DeviceTables(Tables):
         self._early_launch = early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._number_T = torch.zeros_like(self._profile_T)  # the same, at most MOST_PROFILES, for programs
-        self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._score_T = torch.zeros_like(self._capture_T)
+        # The addresses of each row's captured row, and of its row of scores.
+        self._addresses = {kind: torch.zeros(rows, dtype=torch.int64, device=device) for kind in READINGS}
         self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._addressed = {"capture": 0, "probe": 0}  # rows that may have an address
+        self._addressed = dict.fromkeys(READINGS, 0)  # rows that may have an address
         self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
@@ -398,6 +393,15 @@ class DeviceTables(Tables):
         for kept in rows.programs.kept.values() if rows.programs is not None else ():
             kept.value = None  # of the last step with these rows
         super().begin_step(rows, places, score_places)
+        count = len(rows.profile_T)
+        for kind, given in (("capture", places), ("probe", score_places)):
+            if given is None and not self._addressed[kind]:
+                continue
+            addresses_T = np.zeros(max(count, self._addressed[kind]), np.int64)  # also clears the last step's addresses
+            if given is not None:
+                addresses_T[:count] = given
+            self._upload(addresses_T, self._addresses[kind][: len(addresses_T)])
+            self._addressed[kind] = count if given is not None else 0
 
     def _set_rows(self, rows: RowProfiles) -> None:
         self._acting = None
@@ -410,20 +414,6 @@ class DeviceTables(Tables):
                 rows.prepared = profile_T.clone()
         if self.programs:
             torch.clamp(profile_T, max=MOST_PROFILES, out=self._number_T[: len(profile_T)])
-
-    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
-        for kind, given in (("capture", places), ("probe", score_places)):
-            if given is None and not self._addressed[kind]:
-                continue
-            addresses_T = np.zeros(max(count, self._addressed[kind]), np.int64)  # also clears the last step's addresses
-            if given is not None:
-                addresses_T[:count] = given
-            self._upload(addresses_T, self._addresses(kind)[: len(addresses_T)])
-            self._addressed[kind] = count if given is not None else 0
-
-    def _addresses(self, kind: str) -> torch.Tensor:
-        """The buffer with the address of each row's captured row, or of its row of scores."""
-        return self._capture_T if kind == "capture" else self._score_T
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
@@ -473,7 +463,7 @@ class DeviceTables(Tables):
             for group in self._programs_at(point, f"{kind} {when}"):
                 assert group.offsets is not None
                 value = group.run(value_at(*streams(hidden, residual), group.rows))
-                self._kernel.store_rows(value, self._addresses(kind)[group.rows], group.offsets)
+                self._kernel.store_rows(value, self._addresses[kind][group.rows], group.offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
@@ -535,7 +525,7 @@ class DeviceTables(Tables):
             for kind in READINGS:
                 for each in programs.get(f"{kind} {when}", ()):
                     value, offset_T = each.read(number_T, value_of(first, second))
-                    self._kernel.store_rows(value, self._addresses(kind)[:rows], offset_T)
+                    self._kernel.store_rows(value, self._addresses[kind][:rows], offset_T)
 
         if kept is not None:
             kept.put(self.points[point], first, second)
@@ -555,7 +545,7 @@ class DeviceTables(Tables):
         profile_T: torch.Tensor,
         early: bool = True,
     ) -> None:
-        place = (profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
+        place = (profile_T, self._addresses["capture"], self._overflow_T, self._address, point, len(self.points))
         self._kernel.edit_rows(*streams(hidden, residual), *place, early=self._early_launch and early)
 
     @torch.inference_mode()
