@@ -21,6 +21,7 @@ from midstream.plan.ops.edit import Intervention, point_of
 from midstream.plan.ops.knockout import Knockouts
 from midstream.plan.selections import NO_POSITIONS, Selection
 from midstream.plan.values import Plan, RecordedRun
+from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
 from midstream.runtime.tables import ProfileSlots, Tables
@@ -148,25 +149,22 @@ class LoadedPlans:
     """The plans of one worker.
 
     Args:
+        hooks: at the sites that plans need, and that are not in the graphs.
+        pipeline: which stage has which sites, and which of them are in the graphs.
+        compiles: as of `PlanHost`.
         compiled: compiles a plan for a prompt length. Raises PlanError.
-        hooked: which of these points need a hook on this rank.
-        off_graph: the sites of these points that are not in the graphs of some rank.
-        built_in: the points that are in the graphs of some rank.
     """
 
     def __init__(
         self,
         tables: Tables,
+        hooks: PointHooks,
+        pipeline: Pipeline,
+        compiles: bool,
         compiled: Callable[[PlanRequest, int, RunRow], CompiledPlan],
-        hooked: Callable[[Collection[Point]], list[Point]],
-        off_graph: Callable[[Collection[Point]], frozenset[str]],
-        built_in: frozenset[Point] = frozenset(),
     ) -> None:
-        self._tables = tables
-        self._compiled = compiled
-        self._hooked = hooked
-        self._off_graph = off_graph
-        self._built_in = built_in
+        self._tables, self._hooks, self._compiled = tables, hooks, compiled
+        self._pipeline, self._compiles = pipeline, compiles
         self._loaded: dict[Any, LoadedPlan] = {}
         self._idle: OrderedDict[Any, LoadedPlan] = OrderedDict()  # those without a request
         self._idle_bytes = 0
@@ -184,6 +182,8 @@ class LoadedPlans:
             del self._idle[key]
             self._idle_bytes -= loaded.size
         loaded.users += 1
+        if loaded.users == 1:
+            self._hooks.need(loaded.hooked)
         return loaded
 
     def give_back(self, loaded: LoadedPlan) -> None:
@@ -191,6 +191,7 @@ class LoadedPlans:
         loaded.users -= 1
         if loaded.users:
             return
+        self._hooks.release(loaded.hooked)
         if loaded.key is None or loaded.plan.runs:  # a run's memory goes when nobody uses it
             return self._drop(loaded)
         self._idle[loaded.key] = loaded
@@ -222,7 +223,7 @@ class LoadedPlans:
             ),
             frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.row_width),
             frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.score_width),
-            self._hooked(_points(compiled.profiles)),
+            self._hooks.among(_points(compiled.profiles)),
             len(compiled.prompt) - length,
             compiled.knockouts,
         )
@@ -230,14 +231,15 @@ class LoadedPlans:
     def _acting(self, compiled: CompiledPlan, numbers: Collection[int], items: Collection[Intervention]) -> Acting:
         """What acts at positions with these profiles. Of programs on other stages the form is not known here."""
         points = {point for item in items for point in (point_of(item), *item.further)}
-        off_graph = self._off_graph(points)
+        # On any stage: a step runs uncompiled on all of them or on none.
+        off_graph = frozenset(site for site, _ in points - self._pipeline.built_in if self._compiles)
         mine = {at for number in numbers for at, *_ in programs_at(compiled.profiles[number])}
         others = {point_of(item) for item in items if item.runs_program} - self._tables.index.keys()
         everywhere = mine | {ProgramAt(point, "edit", 0, "") for point in others}
         return Acting(
             frozenset(site for site, _ in points) - off_graph,
             off_graph,
-            frozenset(at for at in everywhere if at.point in self._built_in),
+            frozenset(at for at in everywhere if at.point in self._pipeline.built_in),
         )
 
 

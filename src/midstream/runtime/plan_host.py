@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,7 +27,7 @@ from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
-from midstream.sites import NotFinite, Point
+from midstream.sites import NotFinite
 from midstream.trace.rows import BatchLayout
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PlanHost:
         self._speculative, self._cuts = speculative, cuts
         self._requests: dict[str, PlannedRequest] = {}
         self._table = RequestTable()
-        self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
+        self._loaded = LoadedPlans(tables, hooks, pipeline, compiles, self._compile)
         # By the first request, those that may repeat: a pipeline runs several at a time, one for each stage, in turns.
         self._batches: dict[str, RepeatedBatch] = {}
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
@@ -222,20 +222,18 @@ class PlanHost:
         if self._cutting:
             self._cuts.begin_step(layout)
         batch, slots = self._batch, self._table.slots_of(layout.request_ids)
+        # The requests with one row, after the positions that have profiles of their own.
+        is_generated = (layout.counts == 1) & (layout.computed >= self._table.end[slots])
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
             batch.laid_out = list(layout.request_ids)
-            batch.rows = RowProfiles(self._lay_out(layout, slots), again=True)
-        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout, slots))
+            batch.rows = RowProfiles(self._lay_out(layout, slots, is_generated), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout, slots, is_generated))
         assert rows is not None
-        places = self._places(layout, slots, rows.profile_T) if self._capturing else None
+        places = self._places(layout, slots, is_generated, rows.profile_T) if self._capturing else None
         self._scores = self._find_scored(layout, rows.profile_T) if self._probed and self.step_is_planned else None
         self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
         # Each step's captured rows and scores go elsewhere.
         self._prepared = batch if not (self._capturing or self._probed) else None
-
-    def _is_generated(self, layout: BatchLayout, slots: np.ndarray) -> np.ndarray:
-        """bool `[requests]`, whether a request has one row, after the positions that have profiles of their own."""
-        return (layout.counts == 1) & (layout.computed >= self._table.end[slots])  # type: ignore[no-any-return]
 
     def _others(
         self, layout: BatchLayout, slots: np.ndarray, is_generated: np.ndarray
@@ -245,29 +243,32 @@ class PlanHost:
             start = int(layout.computed[i])
             yield self._table.request(slots[i]), int(layout.starts[i]), start, start + int(layout.counts[i])
 
-    def _lay_out(self, layout: BatchLayout, slots: np.ndarray) -> np.ndarray:
+    def _lay_out(self, layout: BatchLayout, slots: np.ndarray, is_generated: np.ndarray) -> np.ndarray:
         """int32 `[T]`, the profile of each row. `slots`: of the layout's requests in the table."""
-        is_generated = self._is_generated(layout, slots)
         profile_T = np.zeros(layout.total, np.int32)
         profile_T[layout.starts[is_generated]] = self._table.profile[slots[is_generated]]
         for request, first, start, stop in self._others(layout, slots, is_generated):
             profile_T[first : first + stop - start] = request.loaded.profiles(start, stop, request.length)
         return profile_T
 
-    def _places(self, layout: BatchLayout, slots: np.ndarray, profile_T: np.ndarray) -> np.ndarray | None:
+    def _places(
+        self, layout: BatchLayout, slots: np.ndarray, is_generated: np.ndarray, profile_T: np.ndarray
+    ) -> np.ndarray | None:
         """int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is."""
-        table, computed, is_generated = self._table, layout.computed, self._is_generated(layout, slots)
+        table, computed = self._table, layout.computed
         places_T = np.zeros(layout.total, np.int64)
         # Not those that were captured before a preemption.
-        fresh = is_generated & table.captures[slots] & (table.captured[slots] <= computed)
-        chosen: list[tuple[int, int]] = []  # (slot, position) of the rows that selectors have chosen
-        takes = fresh.copy()
-        for i in np.flatnonzero(fresh & table.selects[slots]).tolist():
+        takes = is_generated & table.captures[slots] & (table.captured[slots] <= computed)
+        asked, until = slots[takes], computed[takes] + 1
+        chosen: list[tuple[int, int]] = []  # (slot, position) of the rows that selectors choose
+        for i in np.flatnonzero(takes & table.selects[slots]).tolist():
             request, position = table.request(slots[i]), int(computed[i])
-            takes[i] = request.loaded.selects(position - request.length)
-            chosen += [(request.slot, position)] * bool(takes[i])
+            if request.loaded.selects(position - request.length):
+                chosen.append((request.slot, position))
+            else:
+                takes[i] = False
         taking, positions = slots[takes], computed[takes]
-        full = (table.left[taking] == 0) | ((table.captured[taking] != positions) & ~table.selects[taking])
+        full = (table.left[taking] == 0) | (table.captured[taking] != positions)
         for slot, position in zip(taking[full].tolist(), positions[full].tolist(), strict=True):
             self._begin_page(table.request(slot), position)
         for slot, position in chosen:
@@ -278,7 +279,7 @@ class PlanHost:
         table.address[taking] += table.row_bytes[taking]
         table.size[taking] += table.row_bytes[taking]
         table.left[taking] -= 1
-        table.captured[slots[fresh]] = computed[fresh] + 1
+        table.captured[asked] = until
         self._due = list(map(table.request, taking[table.size[taking] >= DUE_BYTES].tolist()))
         # profile -> (request, rows, position of row 0)
         found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
@@ -425,7 +426,7 @@ class PlanHost:
         if (knockouts := loaded.knockouts) is not None:
             if self._speculative and knockouts.end > len(prompt):
                 sources.close()
-                self._give_back(loaded)
+                self._loaded.give_back(loaded)
                 raise PlanError(
                     "A Knockout of generated queries is not supported with speculative decoding: name queries of the prompt, or "
                     'set phase="prefill".'
@@ -464,14 +465,7 @@ class PlanHost:
         except BaseException:
             sources.close()
             raise
-        if loaded.users == 1:
-            self.hooks.need(loaded.hooked)
         return sources, loaded
-
-    def _give_back(self, loaded: LoadedPlan) -> None:
-        self._loaded.give_back(loaded)
-        if not loaded.users:
-            self.hooks.release(loaded.hooked)
 
     def _compile(self, payload: PlanRequest, length: int, row: RunRow) -> CompiledPlan:
         if not payload.checked:
@@ -489,12 +483,6 @@ class PlanHost:
             points=self.tables.index.keys(),
             head_dims=self.facts.head_dims,
         )
-
-    def _off_graph(self, points: Collection[Point]) -> frozenset[str]:
-        """The sites that are not in the graphs of all stages: a step runs uncompiled on all of them or on none."""
-        if not self._compiles:
-            return frozenset()
-        return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
     def _extend(self, name: str, request: PlannedRequest, length: int) -> None:
         """Streaming input has made the prompt longer, or V2 begins the request again after a preemption."""
@@ -515,7 +503,7 @@ class PlanHost:
         request.sources, request.loaded, request.length = sources, loaded, length
         request.close_page()
         request.tabulate()
-        self._give_back(old)
+        self._loaded.give_back(old)
         if request.complete and not request.has_all:
             request.complete = False
             self._capturing += 1
@@ -542,7 +530,7 @@ class PlanHost:
             self.captures.fail(name, request.payload, str(error))
         finally:
             request.sources.close()
-            self._give_back(request.loaded)
+            self._loaded.give_back(request.loaded)
             self._table.remove(name)
 
     def _keep(self, request: PlannedRequest) -> None:
