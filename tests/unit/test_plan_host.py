@@ -157,7 +157,7 @@ def steps():
 
 def test_a_step_says_at_which_sites_in_the_graphs_plans_act(steps):
     """Those of the requests in the step, by phase, and of a step that repeats another: a graph without a site's kernel misses its edits."""
-    steps.host._pipeline = replace(steps.host._pipeline, built_in=frozenset(POINTS))
+    steps.host._loaded._pipeline = replace(steps.host._pipeline, built_in=frozenset(POINTS))
     both = [steer(1, "mlp_out", phase="prefill"), steer(1, "resid_post", phase="decode")]
 
     def acting(**step):

@@ -33,6 +33,12 @@ from midstream.trace.rows import BatchLayout
 _log = logging.getLogger(__name__)
 # By request: new scores; the ends of those that a probe has ended; and the errors of those whose selector has failed.
 StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str, str]]
+# Of the requests of a step that have one row, after the positions with profiles of their own: slots in the table, rows and positions,
+# each `[requests]`.
+_Generated = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Others = list[
+    tuple[PlannedRequest, int, int, int]
+]  # the other planned ones: first row, first position, last position + 1
 
 
 class PlanHost:
@@ -221,44 +227,44 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         if self._cutting:
             self._cuts.begin_step(layout)
-        batch, slots = self._batch, self._table.slots_of(layout.request_ids)
-        # The requests with one row, after the positions that have profiles of their own.
-        is_generated = (layout.counts == 1) & (layout.computed >= self._table.end[slots])
+        batch, table = self._batch, self._table
+        slots, starts = table.slots_of(layout.request_ids), np.cumsum(layout.counts) - layout.counts
+        one = (layout.counts == 1) & (layout.computed >= table.end[slots])
+        generated = slots[one], starts[one], layout.computed[one]
+        others = [
+            (
+                table.request(slots[i]),
+                int(starts[i]),
+                int(layout.computed[i]),
+                int(layout.computed[i] + layout.counts[i]),
+            )
+            for i in np.flatnonzero(~one & (slots > 0)).tolist()
+        ]
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
             batch.laid_out = list(layout.request_ids)
-            batch.rows = RowProfiles(self._lay_out(layout, slots, is_generated), again=True)
-        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout, slots, is_generated))
+            batch.rows = RowProfiles(self._lay_out(layout.total, generated, others), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout.total, generated, others))
         assert rows is not None
-        places = self._places(layout, slots, is_generated, rows.profile_T) if self._capturing else None
+        places = self._places(generated, others, rows.profile_T) if self._capturing else None
         self._scores = self._find_scored(layout, rows.profile_T) if self._probed and self.step_is_planned else None
         self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
         # Each step's captured rows and scores go elsewhere.
         self._prepared = batch if not (self._capturing or self._probed) else None
 
-    def _others(
-        self, layout: BatchLayout, slots: np.ndarray, is_generated: np.ndarray
-    ) -> Iterator[tuple[PlannedRequest, int, int, int]]:
-        """The planned requests with other rows: (request, first row, first position, last position + 1)."""
-        for i in np.flatnonzero(~is_generated & (slots > 0)).tolist():
-            start = int(layout.computed[i])
-            yield self._table.request(slots[i]), int(layout.starts[i]), start, start + int(layout.counts[i])
-
-    def _lay_out(self, layout: BatchLayout, slots: np.ndarray, is_generated: np.ndarray) -> np.ndarray:
-        """int32 `[T]`, the profile of each row. `slots`: of the layout's requests in the table."""
-        profile_T = np.zeros(layout.total, np.int32)
-        profile_T[layout.starts[is_generated]] = self._table.profile[slots[is_generated]]
-        for request, first, start, stop in self._others(layout, slots, is_generated):
+    def _lay_out(self, total: int, generated: _Generated, others: _Others) -> np.ndarray:
+        """int32 `[T]`, the profile of each row of a batch, padding included."""
+        profile_T = np.zeros(total, np.int32)
+        slots, rows, _ = generated
+        profile_T[rows] = self._table.profile[slots]
+        for request, first, start, stop in others:
             profile_T[first : first + stop - start] = request.loaded.profiles(start, stop, request.length)
         return profile_T
 
-    def _places(
-        self, layout: BatchLayout, slots: np.ndarray, is_generated: np.ndarray, profile_T: np.ndarray
-    ) -> np.ndarray | None:
+    def _places(self, generated: _Generated, others: _Others, profile_T: np.ndarray) -> np.ndarray | None:
         """int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is."""
-        table, computed = self._table, layout.computed
-        places_T = np.zeros(layout.total, np.int64)
-        # Not those that were captured before a preemption.
-        takes = is_generated & table.captures[slots] & (table.captured[slots] <= computed)
+        table, (slots, batch_rows, computed) = self._table, generated
+        places_T = np.zeros(len(profile_T), np.int64)
+        takes = table.captures[slots] & (table.captured[slots] <= computed)  # not those captured before a preemption
         asked, until = slots[takes], computed[takes] + 1
         chosen: list[tuple[int, int]] = []  # (slot, position) of the rows that selectors choose
         for i in np.flatnonzero(takes & table.selects[slots]).tolist():
@@ -275,7 +281,7 @@ class PlanHost:
             page = table.request(slot).page
             assert page is not None
             page.positions[-table.left[slot]] = position
-        places_T[layout.starts[takes]] = table.address[taking]
+        places_T[batch_rows[takes]] = table.address[taking]
         table.address[taking] += table.row_bytes[taking]
         table.size[taking] += table.row_bytes[taking]
         table.left[taking] -= 1
@@ -283,7 +289,7 @@ class PlanHost:
         self._due = list(map(table.request, taking[table.size[taking] >= DUE_BYTES].tolist()))
         # profile -> (request, rows, position of row 0)
         found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
-        for request, first, start, stop in self._others(layout, slots, is_generated):
+        for request, first, start, stop in others:
             self._due.append(request)
             if request.has_all:
                 continue

@@ -27,7 +27,6 @@ from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
     GraphValues,
-    Group,
     HeldPrograms,
     InGraph,
     ProgramAt,
@@ -43,6 +42,7 @@ from midstream.sites import Point
 _FIRST_PROFILES = 64
 # As in `kernel`, which is imported only where Triton is installed.
 OP_WORDS, ENTRY_WORDS = 6, 8
+_NO_PROGRAMS = StepPrograms({}, {})
 
 
 @dataclass
@@ -418,51 +418,40 @@ class DeviceTables(Tables):
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
             return
-        self._keep(point, hidden, residual)
-        self._read(point, "before", hidden, residual)
-        self._launch(point, hidden, residual, self._profile_T)
-        if self._run_edits(point, hidden, residual):
+        first, second = streams(hidden, residual)
+        step = self._step_programs()
+        kept = step.kept.get(point)
+        if kept is not None:  # programs that run later in the step need the value before the edits
+            kept.value = value_at(first, second, kept.rows)
+            self.programs.keep_for_graphs(self.points[point], first, second)
+        self._read(step, point, "before", first, second)
+        self._launch(point, first, second, self._profile_T)
+        groups = step.groups.get((point, "edit"), ())
+        for given, _ in chain.from_iterable(group.inputs for group in groups):
+            if given.value is None:  # the part of the forward that computes it was replayed
+                given.value = self.programs.from_graph(given, len(first))
+        run_groups(groups, first, second, partial(self._note_overflow, point))
+        if groups:
             assert self._rows is not None
             if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
-                self._capture_behind(point, hidden, residual)
-        self._read(point, "after", hidden, residual)
+                self._capture_behind(point, first, second)
+        self._read(step, point, "after", first, second)
 
-    def _programs_at(self, point: int, what: str) -> Sequence[Group]:
-        """Those that run there in the step. `what`: as of `ProgramAt`."""
-        step = self._step_programs()
-        return step.groups.get((point, what), ()) if step is not None else ()
-
-    def _step_programs(self) -> StepPrograms | None:
+    def _step_programs(self) -> StepPrograms:
         if not self.programs or self._rows is None:
-            return None
+            return _NO_PROGRAMS
         if self._rows.programs is None:
             self._rows.programs = self.programs.of_step(self._rows.profile_T, self.index)
         return self._rows.programs
 
-    def _keep(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep the value before the edits, if programs that run later in the step need it."""
-        step = self._step_programs()
-        if step is not None and (kept := step.kept.get(point)) is not None:
-            first, second = streams(hidden, residual)
-            kept.value = value_at(first, second, kept.rows)
-            self.programs.keep_for_graphs(self.points[point], first, second)
-
-    def _run_edits(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Run the step's programs of edits there. Whether there are any."""
-        first, second = streams(hidden, residual)
-        groups = self._programs_at(point, "edit")
-        for kept, _ in chain.from_iterable(group.inputs for group in groups):
-            if kept.value is None:  # the part of the forward that computes it was replayed
-                kept.value = self.programs.from_graph(kept, len(first))
-        run_groups(groups, first, second, partial(self._note_overflow, point))
-        return bool(groups)
-
-    def _read(self, point: int, when: str, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _read(
+        self, step: StepPrograms, point: int, when: str, first: torch.Tensor, second: torch.Tensor | None
+    ) -> None:
         """Keep what the programs of captures and probes compute from rows."""
         for kind in READINGS:
-            for group in self._programs_at(point, f"{kind} {when}"):
+            for group in step.groups.get((point, f"{kind} {when}"), ()):
                 assert group.offsets is not None
-                value = group.run(value_at(*streams(hidden, residual), group.rows))
+                value = group.run(value_at(first, second, group.rows))
                 self._kernel.store_rows(value, self._addresses[kind][group.rows], group.offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
@@ -470,12 +459,10 @@ class DeviceTables(Tables):
         code_R = (len(self.points) - point) * not_finite_at(self.points[point], new_RH).to(torch.int32)
         self._overflow_T[rows] = torch.maximum(self._overflow_T[rows], code_R)
 
-    def _capture_behind(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _capture_behind(self, point: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
         """Capture what programs have made of the rows."""
-        behind_T = self._behind.index_select(0, self._number_T[: len(flat(hidden))])
-        self._launch(
-            point, hidden, residual, behind_T, early=False
-        )  # a launch before that has ended would read too early
+        behind_T = self._behind.index_select(0, self._number_T[: len(first)])
+        self._launch(point, first, second, behind_T, early=False)  # a launch before that has ended would read too early
 
     def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
         there = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -530,23 +517,23 @@ class DeviceTables(Tables):
         if kept is not None:
             kept.put(self.points[point], first, second)
         read("before")
-        self._launch(point, hidden, residual, self._profile_T)
+        self._launch(point, first, second, self._profile_T)
         for each in programs.get("edit", ()):
             each.run(number_T, first, second, partial(self._note_overflow, point))
         if programs.get("edit"):
-            self._capture_behind(point, hidden, residual)
+            self._capture_behind(point, first, second)
         read("after")
 
     def _launch(
         self,
         point: int,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
         profile_T: torch.Tensor,
         early: bool = True,
     ) -> None:
         place = (profile_T, self._addresses["capture"], self._overflow_T, self._address, point, len(self.points))
-        self._kernel.edit_rows(*streams(hidden, residual), *place, early=self._early_launch and early)
+        self._kernel.edit_rows(first, second, *place, early=self._early_launch and early)
 
     @torch.inference_mode()
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:

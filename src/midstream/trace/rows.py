@@ -40,16 +40,11 @@ class BatchLayout:
     total: int
 
     @cached_property
-    def starts(self) -> np.ndarray:
-        """`[requests]`, the first row of each."""
-        return np.cumsum(self.counts) - self.counts  # type: ignore[no-any-return]
-
-    @cached_property
     def each(self) -> list[tuple[str, FlatRows]]:
         """The requests and their rows."""
         counts, total = self.counts.tolist(), self.total
-        rows = zip(self.request_ids, self.starts.tolist(), counts, self.computed.tolist(), strict=True)
-        return [(name, FlatRows(start, start + count, total, before)) for name, start, count, before in rows]
+        rows = zip(self.request_ids, np.cumsum(self.counts).tolist(), counts, self.computed.tolist(), strict=True)
+        return [(name, FlatRows(stop - count, stop, total, before)) for name, stop, count, before in rows]
 
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
