@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from midstream.plan import fields
-from midstream.plan.vectors import DIGEST_BYTES, digest
+from midstream.plan.vectors import DIGEST_BYTES, ByDigest, digest
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ def mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Constant:
+class Constant(ByDigest):
     """A tensor of a program. Constants are equal if dtype, shape and all bits are.
 
     Attributes:
@@ -185,12 +185,6 @@ class Constant:
         """The same constant for an engine that holds its data."""
         held = hashlib.blake2b(self.data or b"", digest_size=32).hexdigest()
         return Constant(self.dtype, self.shape, None, self.digest, held)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __repr__(self) -> str:
         return f"Constant({self.dtype}, {list(self.shape)}, {self.digest[:8]})"

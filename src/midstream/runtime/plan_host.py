@@ -36,9 +36,8 @@ StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str,
 # Of the requests of a step that have one row, after the positions with profiles of their own: slots in the table, rows and positions,
 # each `[requests]`.
 _Generated = tuple[np.ndarray, np.ndarray, np.ndarray]
-_Others = list[
-    tuple[PlannedRequest, int, int, int]
-]  # the other planned ones: first row, first position, last position + 1
+# The other planned requests of a step, each with its first row, its first position, and the position after its last one.
+_Others = list[tuple[PlannedRequest, int, int, int]]
 
 
 class PlanHost:
@@ -231,13 +230,9 @@ class PlanHost:
         slots, starts = table.slots_of(layout.request_ids), np.cumsum(layout.counts) - layout.counts
         one = (layout.counts == 1) & (layout.computed >= table.end[slots])
         generated = slots[one], starts[one], layout.computed[one]
+        ends = layout.computed + layout.counts
         others = [
-            (
-                table.request(slots[i]),
-                int(starts[i]),
-                int(layout.computed[i]),
-                int(layout.computed[i] + layout.counts[i]),
-            )
+            (table.request(slots[i]), int(starts[i]), int(layout.computed[i]), int(ends[i]))
             for i in np.flatnonzero(~one & (slots > 0)).tolist()
         ]
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
