@@ -6,11 +6,12 @@ Legend: T tokens, H hidden.
 import numpy as np
 import pytest
 import torch
+from applied import apply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import examples
 
-from midstream.plan.ops.edit import Op, apply
+from midstream.plan.ops.edit import Op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

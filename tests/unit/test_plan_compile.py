@@ -13,6 +13,7 @@ from plan_strategies import NAMES, RUNS, SITES, WIDTH, meaning, plans
 from midstream import Capture, Clamp, Patch, Plan, Probe, RecordedRun, Span, Steer, When
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
+from midstream.plan.ops.edit import point_of
 from midstream.plan.values import check_strangers
 
 LAYERS, LENGTH = 4, 7
@@ -107,11 +108,11 @@ def test_each_position_gets_what_the_plan_says(plan):
         assert done(found, found.generated) == wanted(plan, position)
     listed = range(len(found.prompt))
     assert found.acts.tolist() == [bool(wanted(plan, position)) for position in listed]
-    assert bool(found.reach[1].points) == bool(wanted(plan, LENGTH + 9))
-    assert found.reach[1].points == wanted(plan, LENGTH + 9).keys()
+    in_prompt, generated = ({point_of(item) for item in items} for items in found.acting)
+    assert generated == wanted(plan, LENGTH + 9).keys()
     points = {point for position in listed for point in wanted(plan, position)}
-    assert points <= found.reach[0].points <= points | found.reach[1].points
-    assert found.reach[0].points == points or len(found.prompt) > LENGTH
+    assert points <= in_prompt <= points | generated
+    assert in_prompt == points or len(found.prompt) > LENGTH
 
 
 @given(plans(LAYERS, LENGTH, named=True))

@@ -24,6 +24,7 @@ from midstream.capture.rows import Rows
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.captures import Planes
 from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
+from midstream.plan.ops.edit import point_of
 from midstream.plan.values import Named, RecordedRun
 from midstream.requests.vectors_and_runs import Runs, run_now
 from midstream.runtime.points import Pipeline
@@ -180,8 +181,9 @@ def test_where_a_plan_acts_is_the_same_on_all_stages() -> None:
     stages = [Stage(rank, size) for size in (1, 2, 3) for rank in range(size)]
     for compiled in [stage.compiled(plan, stage.sources("a", plan)) for stage in stages]:
         assert compiled.acts.tolist() == [False, True, False, True, False]
-        assert compiled.reach[0].points == {("mlp_out", 5), ("resid_post", 0)}
-        assert compiled.reach[1].points == {("resid_post", 2), ("resid_post", 4)}
+        in_prompt, generated = ({point_of(item) for item in items} for items in compiled.acting)
+        assert in_prompt == {("mlp_out", 5), ("resid_post", 0)}
+        assert generated == {("resid_post", 2), ("resid_post", 4)}
 
 
 @pytest.mark.parametrize("layer", [0, 5])

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from applied import apply
 from test_plan_kernel import DEVICE, POINTS, compiled, make_tables, op, run, same_bits
 from test_plan_kernel import interpreted as interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,10 +24,10 @@ from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.building import Builder
 from midstream.plan.compile import PlanKeys, compile_plan
-from midstream.plan.ops.edit import Op, apply
+from midstream.plan.ops.edit import Op, point_of
 from midstream.plan.program import Program
+from midstream.plan.running import ProgramBank, unpacked
 from midstream.plan.running import run as run_program
-from midstream.plan.running import run_together, unpacked
 from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, RowCount, Step
 from midstream.plan.values import Apply, Capture, ModelFacts, Plan, Steer, check, check_strangers, counted_from_0
 from midstream.runtime.programs import ProgramAt, programs_at
@@ -389,7 +390,10 @@ def test_programs_of_one_form_run_together_as_alone(dtype: str) -> None:
     programs = [made(0.3 + i / 7, vectors[i], 0.1 * i, dtype) for i in range(4)]
     assert len({each.form.key for each in programs}) == 1
     x_RH, which_R = torch.randn(40, W).to(getattr(torch, dtype)), torch.randint(0, 4, (40,))
-    together = run_together(programs, which_R, x_RH)
+    bank = ProgramBank(programs[0], len(programs), x_RH.device)
+    for place, each in enumerate(programs):
+        bank.put(place, each)
+    together = bank.run(x_RH, which_R)
     for row in range(40):
         alone = run_program(programs[which_R[row]], x_RH[row : row + 1])[0]
         assert torch.equal(together[row], alone), "on the CPU even the scores are the same"
@@ -674,13 +678,14 @@ def test_a_program_without_a_kernel_is_refused_when_it_is_loaded() -> None:
     assert not tables.profiles
 
 
-def test_reach_says_where_programs_run() -> None:
+def test_a_compiled_plan_says_where_programs_run() -> None:
     later = Apply("resid_post", layers=1, program=SCALED, phase="decode")
     plan = Plan.of([later, Apply("mlp_out", layers=0, program=SCALED, positions=1), Steer("attn_out", vector=V)])
-    reach = compile_plan(
+    found = compile_plan(
         plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V, dtype="float32"
-    ).reach
-    assert [each.programs for each in reach] == [{("mlp_out", 0)}, {("resid_post", 1)}]
+    )
+    where = [{point_of(item) for item in items if item.runs_program} for items in found.acting]
+    assert where == [{("mlp_out", 0)}, {("resid_post", 1)}]
 
 
 TOP = program(

@@ -261,7 +261,7 @@ class Worker(PlatformWorker):
     def _make_plan_host(self, arch: Architecture, settings: Settings, built_in: Sequence[Point]) -> PlanHost:
         """Collective in the pipeline. `built_in`: the points that are built into the compiled forward."""
         config = self.vllm_config
-        stage, first_of_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
+        stage = get_pp_group().rank_in_group
         points = points_of(arch)
         widths = {point: arch.widths[point] for point in points}
         pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
@@ -298,7 +298,7 @@ class Worker(PlatformWorker):
             device=self.device,
             dtype=config.model_config.dtype,
             record_bytes=settings.record_bytes,
-            captures=CaptureSender(lambda: self.midstream.reports.sender, local, stage, sends=first_of_stage),
+            captures=CaptureSender(self.midstream.reports, local),
             cuts=AttentionCuts(self._runner.model, arch, get_tp_group().rank_in_group),
             speculative=config.speculative_config is not None,
         )

@@ -50,10 +50,9 @@ class Builder:
         self.width, self.dtype = width, dtype
         self._checker = Checker(_ROWS)
         self._steps: list[Step] = []
-        self._results: list[Any] = []
         self._known: dict[str, int] = {}
         self._constants: dict[Constant, int] = {}
-        self._inputs = [StepResult(INPUT, self._checker.input(width, dtype))]
+        self._inputs = [StepResult(INPUT, self._checker.add_input(width, dtype))]
 
     @property
     def input(self) -> StepResult:
@@ -63,7 +62,7 @@ class Builder:
     def further(self, width: int) -> StepResult:
         """One more input, another site's value."""
         ref = Ref(-1 - len(self._inputs))
-        self._inputs.append(StepResult(ref, self._checker.input(width, self.dtype)))
+        self._inputs.append(StepResult(ref, self._checker.add_input(width, self.dtype)))
         return self._inputs[-1]
 
     def add(
@@ -83,12 +82,11 @@ class Builder:
         )
         key = json.dumps(written_step(step)[:3])
         if key not in self._known:
-            shaped = self._shaped(step.args), {name: self._shaped(arg) for name, arg in step.kwargs}
-            self._results.append(self._checker.run(step, *shaped))
+            self._checker.run(step)
             self._known[key] = len(self._steps)
             self._steps.append(step)
         number = self._known[key]
-        found = self._results[number]
+        found = self._checker.results[number]
         if isinstance(found, tuple):
             return StepResult(Ref(number, out or 0), found[out or 0])
         return StepResult(Ref(number), found)
@@ -98,16 +96,11 @@ class Builder:
             return given.ref
         if isinstance(given, torch.Tensor):
             constant = Constant.of(given)
-            return Const(self._constants.setdefault(constant, len(self._constants)))
+            if constant not in self._constants:
+                self._constants[constant] = len(self._constants)
+                self._checker.add_constant(constant)
+            return Const(self._constants[constant])
         return tuple(map(self._argument, given)) if isinstance(given, (tuple, list)) else given
-
-    def _shaped(self, arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            found: Any = self._inputs[-1 - arg.step].shaped if arg.step < 0 else self._results[arg.step]
-            return found if arg.out is None else found[arg.out]
-        if isinstance(arg, Const):
-            return self._checker.constant(list(self._constants)[arg.place])
-        return tuple(map(self._shaped, arg)) if isinstance(arg, tuple) else arg
 
     def program(self, *results: StepResult, keeps: bool = False) -> Program:
         """The program with this result, and the steps and further inputs that it needs.
@@ -126,19 +119,14 @@ class Builder:
         def moved(arg: Any) -> Any:
             if isinstance(arg, Ref):
                 return Ref(numbers[arg.step], arg.out)
-            if isinstance(arg, Const):
-                return Const(constants.setdefault(arg.place, len(constants)))
-            return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
+            return Const(constants.setdefault(arg.place, len(constants)))
 
-        steps = [
-            step._replace(args=moved(step.args), kwargs=tuple((name, moved(arg)) for name, arg in step.kwargs))
-            for step in (self._steps[number] for number in sorted(needed))
-        ]
+        steps = tuple(self._steps[number].mapped(moved) for number in sorted(needed))
         own = list(self._constants)
         moved_results = tuple(moved(result.ref) for result in results)
         result = moved_results if keeps else moved_results[0]
         held, widths = tuple(own[place] for place in constants), tuple(self._inputs[-1 - at].shape[0] for at in inputs)
-        return Program(self.width, self.dtype, tuple(steps), result, held, widths)
+        return Program(self.width, self.dtype, steps, result, held, widths)
 
     def inputs_of(self, result: StepResult) -> list[int]:
         """The further inputs of `program(result)`, numbered in the order in which they were made."""

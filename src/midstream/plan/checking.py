@@ -41,32 +41,50 @@ _SLOWER = 16  # the work of an operation in `SLOW`, relative to others
 
 
 class Checker:
-    """Runs operations on the meta device, and applies the rules of `plan.rowwise`.
+    """Runs steps one after another on the meta device, and applies the rules of `plan.rowwise`.
 
     Args:
         rows: R.
+
+    Attributes:
+        inputs, constants, results: what steps refer to.
+        work: as in `Checked`.
     """
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self.work = 0.0
+        self.inputs, self.constants = list[Shaped](), list[Shaped]()
+        self.results: list[Shaped | tuple[Shaped, ...]] = []
 
-    def input(self, width: int, dtype: str) -> Shaped:
-        return Shaped(torch.empty(self._rows, width, dtype=getattr(torch, dtype), device="meta"), 1)
+    def add_input(self, width: int, dtype: str) -> Shaped:
+        self.inputs.append(Shaped(torch.empty(self._rows, width, dtype=getattr(torch, dtype), device="meta"), 1))
+        return self.inputs[-1]
 
-    def constant(self, constant: Constant) -> Shaped:
+    def add_constant(self, constant: Constant) -> None:
         meta = torch.empty(constant.shape, dtype=getattr(torch, constant.dtype), device="meta")
         bound = None
         if constant.data and constant.dtype.startswith(("int", "uint")):
             bound = int(constant.numbers.max()) + 1 if constant.numbers.min() >= 0 else None
-        return Shaped(meta, 0, bound)
+        self.constants.append(Shaped(meta, 0, bound))
 
-    def run(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shaped | tuple[Shaped, ...]:
-        """The result of a step. `args` and `kwargs` are those of the step, with `Shaped` in place of references.
+    def of(self, arg: Any, place: str = "the result") -> Any:
+        """What a reference or a constant stands for. `place`: of the step that has it, for messages."""
+        if isinstance(arg, Const):
+            return self.constants[arg.place]
+        found: Any = self.inputs[-1 - arg.step] if arg.step < 0 else self.results[arg.step]
+        if isinstance(found, tuple) != (arg.out is not None) or (arg.out is not None and arg.out >= len(found)):
+            raise PlanError(f"{place} refers to a result that step {arg.step} does not have.")
+        return found[arg.out] if arg.out is not None else found
+
+    def run(self, step: Step) -> None:
+        """Add the result of a step.
 
         Raises:
             PlanError: the operation is not in the table, mixes rows, or does not take these arguments.
         """
+        filled = step.mapped(lambda arg: self.of(arg, step.place))
+        args, kwargs = filled.args, dict(filled.kwargs)
         try:
             func = overload(step.op)
         except LookupError:
@@ -88,7 +106,7 @@ class Checker:
         each = enumerate(found if several else (found,))
         results = tuple(self._result(step, meta, outcome, outcome.which == i) for i, meta in each)
         self.work += _multiplications(func, call)
-        return results if several else results[0]
+        self.results.append(results if several else results[0])
 
     def _result(self, step: Step, meta: Any, outcome: RuleResult, has_bound: bool) -> Shaped:
         if not isinstance(meta, torch.Tensor) or meta.is_complex():
@@ -230,22 +248,20 @@ def _shape_of(arg: Any) -> Any:
 
 
 def _checked(program: Any, rows: int) -> Checked:
-    checker, widths = Checker(rows), (program.width, *program.inputs)
-    given = [checker.input(width, program.dtype) for width in widths]
-    shaped = [checker.constant(each) for each in program.constants]
-    results: list[Shaped | tuple[Shaped, ...]] = []
+    checker, widths, refs = Checker(rows), (program.width, *program.inputs), program.results
+    for width in widths:
+        checker.add_input(width, program.dtype)
+    for constant in program.constants:
+        checker.add_constant(constant)
     for step in program.steps:
-        args = tuple(_filled(step, arg, given, results, shaped) for arg in step.args)
-        kwargs = {name: _filled(step, arg, given, results, shaped) for name, arg in step.kwargs}
-        results.append(checker.run(step, args, kwargs))
-    refs = program.result if isinstance(program.result, tuple) else (program.result,)
-    last = [_filled(Step("the result"), ref, given, results, shaped) for ref in refs]
+        checker.run(step)
+    last = [checker.of(ref) for ref in refs]
     for each in last:
-        _check_result(each, rows, None if isinstance(program.result, tuple) else program.width)
+        _check_result(each, rows, None if program.is_read else program.width)
     sizes_of_all = sum(each.meta.numel() // rows for each in last)
     if sizes_of_all > MAX_ROW:
         raise PlanError(f"The program gives {sizes_of_all} numbers a row; allowed: up to {MAX_ROW}.")
-    each = [result if isinstance(result, tuple) else (result,) for result in results]
+    each = [result if isinstance(result, tuple) else (result,) for result in checker.results]
     sizes = [sum(part.meta.numel() // rows for part in parts if part.rows) for parts in each]
     last_use = _last_use(program.steps, refs)
     results_of_rows = tuple(PackedResult(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
@@ -283,16 +299,3 @@ def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
         ends[end] = ends.get(end, 0) + size
         alive -= ends.pop(number, 0)
     return most
-
-
-def _filled(step: Step, arg: Any, given: Sequence[Shaped], results: Sequence[Any], constants: Sequence[Shaped]) -> Any:
-    if isinstance(arg, tuple):
-        return tuple(_filled(step, each, given, results, constants) for each in arg)
-    if isinstance(arg, Const):
-        return constants[arg.place]
-    if not isinstance(arg, Ref):
-        return arg
-    found: Any = given[-1 - arg.step] if arg.step < 0 else results[arg.step]
-    if isinstance(found, tuple) != (arg.out is not None) or (arg.out is not None and arg.out >= len(found)):
-        raise PlanError(f"{step.place} refers to a result that step {arg.step} does not have.")
-    return found[arg.out] if arg.out is not None else found

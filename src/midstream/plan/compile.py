@@ -73,18 +73,6 @@ class Profile:
         return self.further.union(self.ops)
 
 
-class Reach(NamedTuple):
-    """The points in the whole model where a plan acts, so that all pipeline stages decide alike.
-
-    Attributes:
-        points: the (site, layer) at which it acts.
-        programs: those at which a program runs.
-    """
-
-    points: frozenset[Point] = frozenset()
-    programs: frozenset[Point] = frozenset()
-
-
 @dataclass(frozen=True)
 class CompiledPlan:
     """A plan for one prompt length, ready for the rows.
@@ -95,7 +83,7 @@ class CompiledPlan:
         prompt: int32, the profile of each position of the prompt, and of generated ones up to the last that an edit names.
         generated: the profile of every later position.
         acts: bool, whether the plan acts at each of the positions of `prompt`, on any stage.
-        reach: where it acts at those positions, and where at later ones.
+        acting: the interventions in normal form, of all pipeline stages, that act at those positions; and those that act at later ones.
         knockouts: the attention edges that it cuts; None for none. The other attributes leave these out.
     """
 
@@ -104,7 +92,7 @@ class CompiledPlan:
     prompt: np.ndarray
     generated: int
     acts: np.ndarray
-    reach: tuple[Reach, Reach] = (Reach(), Reach())
+    acting: tuple[Sequence[Intervention], Sequence[Intervention]] = ((), ())
     knockouts: Knockouts | None = None
 
 
@@ -179,15 +167,15 @@ def compile_plan(
         profiles.list,
         prompt_P,
         generated,
-        *_reach(normal, selections, prompt_length, listed),
+        *_acting(normal, selections, prompt_length, listed),
         Knockouts(cuts, prompt_length) if cuts else None,
     )
 
 
-def _reach(
+def _acting(
     normal: Plan, selections: Mapping[Any, Selection], prompt_length: int, listed: int
-) -> tuple[np.ndarray, tuple[Reach, Reach]]:
-    """`CompiledPlan.acts` and `CompiledPlan.reach`. `listed`: how many positions have profiles of their own."""
+) -> tuple[np.ndarray, tuple[Sequence[Intervention], Sequence[Intervention]]]:
+    """`CompiledPlan.acts` and `CompiledPlan.acting`. `listed`: how many positions have profiles of their own."""
     acts = np.zeros(listed, bool)
     in_prompt, generated = list[Intervention](), list[Intervention]()
     everywhere = False  # whether an edit acts at all of the prompt
@@ -210,14 +198,7 @@ def _reach(
         acts[rows.prompt] = True
     acts[:prompt_length] |= everywhere
     acts[prompt_length:] |= bool(generated)
-    reach = [
-        Reach(
-            frozenset(point for item in items for point in (point_of(item), *item.further)),
-            frozenset(point_of(item) for item in items if item.runs_program),
-        )
-        for items in (in_prompt, generated)
-    ]
-    return acts, (reach[0], reach[1])
+    return acts, (in_prompt, generated)
 
 
 def _listed(normal: Plan, prompt_length: int) -> int:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Ref, RowCount, Step, written
-from midstream.plan.vectors import digest
+from midstream.plan.vectors import ByDigest, digest
 
 if TYPE_CHECKING:
     from midstream.plan.checking import Checked
@@ -46,7 +46,7 @@ _MAX_DEPTH = 3  # of lists in arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program:
+class Program(ByDigest):
     """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
 
     Its result is a step's result, with which `Apply` replaces the value; or a tuple of the results of one or several steps, of any shapes,
@@ -185,12 +185,6 @@ class Program:
             else:
                 constants.append(constant)
         return (dataclasses.replace(self, constants=tuple(constants)), data) if data else (self, {})
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __repr__(self) -> str:
         return f"Program([{self.width}], {', '.join(step.op for step in self.steps[:8])}, {self.digest[:8]})"

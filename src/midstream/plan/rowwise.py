@@ -291,15 +291,10 @@ def _scattered(call: OpCall) -> RuleResult:
     return RuleResult(x.rows)
 
 
-def _argument_free(rule: Rule, *names: str) -> Rule:
-    """The rule, for an operation whose other tensors must be the same for all rows."""
-
-    def checked_rule(call: OpCall) -> RuleResult:
-        if any(isinstance(call[name], Shaped) and call[name].rows for name in names):
-            raise Mixes("one of its arguments has rows")
-        return rule(call)
-
-    return checked_rule
+def _prelu(call: OpCall) -> RuleResult:
+    if call["weight"].rows:
+        raise Mixes("its weight has rows")
+    return _elementwise(call)
 
 
 # ----------------------------------------------------------------------------------------------------------------- table
@@ -379,7 +374,7 @@ RULES: dict[str, Rule] = {
     "embedding.default": _embedding,
     "select_scatter.default": _scattered,
     "slice_scatter.default": _scattered,
-    "prelu.default": _argument_free(_elementwise, "weight"),
+    "prelu.default": _prelu,
 }
 ELEMENTWISE = frozenset(name for name, rule in RULES.items() if rule in (_elementwise, _floating))
 SIZED = {"reshape.default": "shape", "expand.default": "size", "full.default": "size"}

@@ -71,23 +71,7 @@ def try_out(program: Program, device: torch.device) -> None:
 
 def run(program: Program, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
     """The program's result for rows, in their dtype; the rows are unchanged. `further`: as in `ProgramBank.run`."""
-    return run_together([program], None, x_RH, *further)
-
-
-def run_together(
-    programs: Sequence[Program], which_R: torch.Tensor | None, x_RH: torch.Tensor, *further: torch.Tensor
-) -> torch.Tensor:
-    """The result of each row's program.
-
-    Args:
-        programs: of one form.
-        which_R: int64 `[R]` on the rows' device, the index of each row's program; None if there is only one.
-        further: as in `ProgramBank.run`.
-    """
-    bank = ProgramBank(programs[0], len(programs), x_RH.device)
-    for place, program in enumerate(programs):
-        bank.put(place, program)
-    return bank.run(x_RH, which_R, *further)
+    return ProgramBank(program, 1, x_RH.device).run(x_RH, None, *further)
 
 
 def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

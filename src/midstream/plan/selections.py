@@ -263,12 +263,6 @@ def selector_of(positions: Any) -> Selector:
     return WORDS[positions] if isinstance(positions, str) else _Listed(positions)
 
 
-def selected_of_prompt(positions: Any, length: int) -> np.ndarray:
-    """bool `[length]`: the positions of a prompt that a `Capture` with these positions selects. Raises PlanError, as `Selection.of`."""
-    selector = selector_of(positions)
-    return _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
-
-
 class Heads(NamedTuple):
     """Heads of a site.
 
@@ -323,7 +317,8 @@ class Selection(NamedTuple):
         if selector.selects_generated:
             _chosen(PlanError, selector, selector.of_generated, np.arange(1))
         generated = (selector,) if selector.selects_generated else ()
-        return cls(np.flatnonzero(selected_of_prompt(positions, length)), length, generated, dtype)
+        selected = _chosen(PlanError, selector, selector.of_prompt, np.arange(length), length)
+        return cls(np.flatnonzero(selected), length, generated, dtype)
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
         """Which of the positions are selected. Raises CaptureError for a selector that does not return a bool for each."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -14,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from midstream.plan import fields
-from midstream.plan.vectors import DIGEST_BYTES, digest
+from midstream.plan.vectors import DIGEST_BYTES, ByDigest, digest
 
 if TYPE_CHECKING:
     import torch
@@ -82,9 +83,21 @@ class Step(NamedTuple):
         """Its name in messages."""
         return f"{fields.shown(self.op)[1:-1]}{f' (line {self.line})' if self.line else ''}"
 
+    def mapped(self, change: Callable[[Any], Any]) -> Step:
+        """The same with other references and constants."""
+        kwargs = tuple((name, mapped(arg, change)) for name, arg in self.kwargs)
+        return self._replace(args=mapped(self.args, change), kwargs=kwargs)
+
+
+def mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument of a step with other references (`Ref`) and constants (`Const`)."""
+    if isinstance(arg, tuple):
+        return tuple(mapped(each, change) for each in arg)
+    return change(arg) if isinstance(arg, (Ref, Const)) else arg
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Constant:
+class Constant(ByDigest):
     """A tensor of a program. Constants are equal if dtype, shape and all bits are.
 
     Attributes:
@@ -172,12 +185,6 @@ class Constant:
         """The same constant for an engine that holds its data."""
         held = hashlib.blake2b(self.data or b"", digest_size=32).hexdigest()
         return Constant(self.dtype, self.shape, None, self.digest, held)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __repr__(self) -> str:
         return f"Constant({self.dtype}, {list(self.shape)}, {self.digest[:8]})"

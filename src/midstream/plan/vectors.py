@@ -32,8 +32,22 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
+class ByDigest:
+    """Base of values that are equal if their digests are."""
+
+    @property
+    def digest(self) -> str:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Vector:
+class Vector(ByDigest):
     """A vector of float32. Vectors are equal if all their bits are.
 
     Attributes:
@@ -55,12 +69,6 @@ class Vector:
     @property
     def width(self) -> int:
         return self.data.size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vector) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __repr__(self) -> str:
         return f"Vector([{self.width}], norm {np.linalg.norm(self.data):.4g}, {self.digest[:8]})"

@@ -204,6 +204,8 @@ def _vectors(table: Any) -> dict[str, Vector]:
 
 
 def _programs(wire: Mapping[str, Any], trusted: bool, saes: Mapping[str, Any]) -> dict[str, Program]:
+    if not wire.keys() & {"programs", "constants"}:
+        return {}
     table = wire.get("constants", {})
     known = {held: constant for sae in saes.values() for held, constant in sae.held.items()} if table else {}
     constants = read_constants("constants", table, trusted, MAX_VECTOR_BYTES, known)

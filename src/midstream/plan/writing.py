@@ -82,14 +82,11 @@ class StepWriter:
         first = len(self._steps)
 
         def moved(arg: Any) -> Any:
-            if isinstance(arg, Ref):
-                return inputs[-1 - arg.step] if arg.step < 0 else Ref(arg.step + first, arg.out)
             if isinstance(arg, Const):
                 return given[arg.place]
-            return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
+            return inputs[-1 - arg.step] if arg.step < 0 else Ref(arg.step + first, arg.out)
 
-        for step in steps:
-            self.step(step.op, *map(moved, step.args), **{name: moved(arg) for name, arg in step.kwargs})
+        self._steps += [step.mapped(moved) for step in steps]
         return tuple(map(moved, results))
 
     def program(self, *results: Ref, keeps: bool = False) -> Program:

@@ -14,7 +14,7 @@ Legend: T rows of the batch, H hidden.
 
 One op is `tables.OP_WORDS` int64 words: vector's address, mask's address (0 for none), kind, offset in the captured row (elements), and
 three float32 `a, b, c` in the last two words. The `kernel` of an edit's class in `midstream.plan.ops` is a Triton function that uses these
-numbers; `_make_edit` puts the kinds together. `midstream.plan.ops.edit.apply` is the same in plain PyTorch.
+numbers; `_make_edit` puts the kinds together. `midstream.plan.ops.edit.edited` is the same in plain PyTorch.
 A table entry is `tables.ENTRY_WORDS` words: the number of ops, the address of all ops, and the first op.
 """
 

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from midstream.errors import CaptureError
-from midstream.plan.compile import CompiledPlan, Profile, Reach
+from midstream.plan.compile import CompiledPlan, Profile
+from midstream.plan.ops.edit import Intervention, point_of
 from midstream.plan.ops.knockout import Knockouts
-from midstream.plan.selections import NO_POSITIONS, Selection, Selector, selected_of_prompt
+from midstream.plan.selections import NO_POSITIONS, Selection
 from midstream.plan.values import Plan, RecordedRun
+from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
 from midstream.runtime.tables import ProfileSlots, Tables
@@ -57,8 +59,6 @@ class LoadedPlan:
         capturing: the profiles that keep rows.
         scoring: the profiles that have probes.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
-        runs: the recorded runs that it reads.
-        selectors: choose the rows of generated positions to capture; empty if all are captured or none.
         named: how many generated positions have profiles among `prompt`.
         knockouts: the attention edges that it cuts; None for none.
         users: requests that have it.
@@ -73,8 +73,6 @@ class LoadedPlan:
     capturing: frozenset[int]
     scoring: frozenset[int]
     hooked: list[Point]
-    runs: list[str]
-    selectors: tuple[Selector, ...]
     named: int
     knockouts: Knockouts | None
     users: int = 0
@@ -106,12 +104,21 @@ class LoadedPlan:
         """What acts at generated positions that have no profiles among `prompt`."""
         return self.acting[1:] * any(self.acting[1])
 
+    @cached_property
+    def chosen(self) -> Selection | None:
+        """The rows of generated positions to capture, as after an empty prompt; None if all are captured or none."""
+        asked = {capture.positions for capture in self.plan.captures if capture.selects_generated}
+        if not asked or any(isinstance(positions, str) for positions in asked):
+            return None
+        return Selection(NO_POSITIONS, 0, tuple(asked))
+
     def selects(self, number: int) -> bool:
-        """Whether one of `selectors` selects the generated token of this number. A selector that fails does: then the client raises."""
+        """Whether `chosen` has the generated token of this number. A selector that fails selects it: then the client raises."""
+        assert self.chosen is not None
         if number >= len(self._selected):
             numbers = np.arange(max(2 * number, 256))
             try:
-                self._selected = Selection(NO_POSITIONS, 0, self.selectors).mask(numbers)
+                self._selected = self.chosen.mask(numbers)
             except CaptureError:
                 self._selected = np.ones(numbers.size, bool)
         return bool(self._selected[number])
@@ -142,25 +149,22 @@ class LoadedPlans:
     """The plans of one worker.
 
     Args:
+        hooks: at the sites that plans need, and that are not in the graphs.
+        pipeline: which stage has which sites, and which of them are in the graphs.
+        compiles: as of `PlanHost`.
         compiled: compiles a plan for a prompt length. Raises PlanError.
-        hooked: which of these points need a hook on this rank.
-        off_graph: the sites of these points that are not in the graphs of some rank.
-        built_in: the points that are in the graphs of some rank.
     """
 
     def __init__(
         self,
         tables: Tables,
+        hooks: PointHooks,
+        pipeline: Pipeline,
+        compiles: bool,
         compiled: Callable[[PlanRequest, int, RunRow], CompiledPlan],
-        hooked: Callable[[Collection[Point]], list[Point]],
-        off_graph: Callable[[Collection[Point]], frozenset[str]],
-        built_in: frozenset[Point] = frozenset(),
     ) -> None:
-        self._tables = tables
-        self._compiled = compiled
-        self._hooked = hooked
-        self._off_graph = off_graph
-        self._built_in = built_in
+        self._tables, self._hooks, self._compiled = tables, hooks, compiled
+        self._pipeline, self._compiles = pipeline, compiles
         self._loaded: dict[Any, LoadedPlan] = {}
         self._idle: OrderedDict[Any, LoadedPlan] = OrderedDict()  # those without a request
         self._idle_bytes = 0
@@ -178,6 +182,8 @@ class LoadedPlans:
             del self._idle[key]
             self._idle_bytes -= loaded.size
         loaded.users += 1
+        if loaded.users == 1:
+            self._hooks.need(loaded.hooked)
         return loaded
 
     def give_back(self, loaded: LoadedPlan) -> None:
@@ -185,7 +191,8 @@ class LoadedPlans:
         loaded.users -= 1
         if loaded.users:
             return
-        if loaded.key is None or loaded.runs:  # a run's memory goes when nobody uses it
+        self._hooks.release(loaded.hooked)
+        if loaded.key is None or loaded.plan.runs:  # a run's memory goes when nobody uses it
             return self._drop(loaded)
         self._idle[loaded.key] = loaded
         self._idle_bytes += loaded.size
@@ -202,7 +209,7 @@ class LoadedPlans:
         plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
         first = min(_first(compiled.prompt, compiled.acts), length - 1)
-        in_prompt, generated = compiled.reach
+        in_prompt, generated = compiled.acting
         numbers = slots.ids.tolist()
         return LoadedPlan(
             plan,
@@ -216,22 +223,23 @@ class LoadedPlans:
             ),
             frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.row_width),
             frozenset(n for n, profile in zip(numbers, compiled.profiles, strict=True) if profile.score_width),
-            self._hooked(_points(compiled.profiles)),
-            [run.id for run in plan.runs],
-            _choosing(plan),
+            self._hooks.among(_points(compiled.profiles)),
             len(compiled.prompt) - length,
             compiled.knockouts,
         )
 
-    def _acting(self, compiled: CompiledPlan, numbers: Collection[int], reach: Reach) -> Acting:
+    def _acting(self, compiled: CompiledPlan, numbers: Collection[int], items: Collection[Intervention]) -> Acting:
         """What acts at positions with these profiles. Of programs on other stages the form is not known here."""
-        off_graph = self._off_graph(reach.points)
+        points = {point for item in items for point in (point_of(item), *item.further)}
+        # On any stage: a step runs uncompiled on all of them or on none.
+        off_graph = frozenset(site for site, _ in points - self._pipeline.built_in if self._compiles)
         mine = {at for number in numbers for at, *_ in programs_at(compiled.profiles[number])}
-        others = {ProgramAt(point, "edit", 0, "") for point in reach.programs if point not in self._tables.index}
+        others = {point_of(item) for item in items if item.runs_program} - self._tables.index.keys()
+        everywhere = mine | {ProgramAt(point, "edit", 0, "") for point in others}
         return Acting(
-            frozenset(site for site, _ in reach.points) - off_graph,
+            frozenset(site for site, _ in points) - off_graph,
             off_graph,
-            frozenset(at for at in mine | others if at.point in self._built_in),
+            frozenset(at for at in everywhere if at.point in self._pipeline.built_in),
         )
 
 
@@ -248,14 +256,8 @@ def _shape(plan: Plan, length: int) -> Any:
 @functools.lru_cache(256)
 def _end_of(positions: Any, length: int) -> bytes:
     """Which positions a capture selects of a prompt, without those before the last one of the first that it treats alike."""
-    mask = selected_of_prompt(positions, length)
+    mask = Selection.of(positions, length).mask(np.arange(length))
     return mask[_first(mask) :].tobytes()
-
-
-def _choosing(plan: Plan) -> tuple[Selector, ...]:
-    """As `LoadedPlan.selectors`."""
-    asked = {capture.positions for capture in plan.captures if capture.selects_generated}
-    return () if any(isinstance(positions, str) for positions in asked) else tuple(asked)
 
 
 def _first(*each: np.ndarray) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
 from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.loaded_plans import Acting, LoadedPlan, LoadedPlans, RunRow
-from midstream.runtime.planned import Page, PlannedRequest, RequestTable
+from midstream.runtime.planned import PlannedRequest, RequestTable, rows_of_page
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
@@ -28,44 +28,17 @@ from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RequestEnd
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
-from midstream.sites import NotFinite, Point
+from midstream.sites import NotFinite
 from midstream.trace.rows import BatchLayout
 
 _log = logging.getLogger(__name__)
 # By request: new scores; the ends of those that a probe has ended; and the errors of those whose selector has failed.
 StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str, str]]
-
-
-class _Step(NamedTuple):
-    """The batch of a step.
-
-    Attributes:
-        slots: `[requests]`, of the requests in the table, in the batch's order.
-        first: `[requests]`, the first row of each.
-        counts: `[requests]`, how many rows each has.
-        computed: `[requests]`, the position of each first row.
-        is_generated: `[requests]`, whether it has one row, after the positions that have profiles of their own.
-        total: T, padding included.
-    """
-
-    slots: np.ndarray
-    first: np.ndarray
-    counts: np.ndarray
-    computed: np.ndarray
-    is_generated: np.ndarray
-    total: int
-
-    @classmethod
-    def of(cls, layout: BatchLayout, table: RequestTable) -> _Step:
-        slots, counts, computed = table.slots_of(layout.request_ids), layout.counts, layout.computed
-        is_generated = (counts == 1) & (computed >= table.end[slots])
-        return cls(slots, np.cumsum(counts) - counts, counts, computed, is_generated, layout.total)
-
-    def others(self, table: RequestTable) -> Iterator[tuple[PlannedRequest, int, int, int]]:
-        """The planned requests with other rows: (request, first row, first position, last position + 1)."""
-        for i in np.flatnonzero(~self.is_generated & (self.slots > 0)).tolist():
-            start = int(self.computed[i])
-            yield table.request(self.slots[i]), int(self.first[i]), start, start + int(self.counts[i])
+# Of the requests of a step that have one row, after the positions with profiles of their own: slots in the table, rows and positions,
+# each `[requests]`.
+_Generated = tuple[np.ndarray, np.ndarray, np.ndarray]
+# The other planned requests of a step, each with its first row, its first position, and the position after its last one.
+_Others = list[tuple[PlannedRequest, int, int, int]]
 
 
 class PlanHost:
@@ -111,7 +84,7 @@ class PlanHost:
         self._speculative, self._cuts = speculative, cuts
         self._requests: dict[str, PlannedRequest] = {}
         self._table = RequestTable()
-        self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
+        self._loaded = LoadedPlans(tables, hooks, pipeline, compiles, self._compile)
         # By the first request, those that may repeat: a pipeline runs several at a time, one for each stage, in turns.
         self._batches: dict[str, RepeatedBatch] = {}
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
@@ -264,52 +237,71 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         if self._cutting:
             self._cuts.begin_step(layout)
-        batch, step = self._batch, _Step.of(layout, self._table)
+        batch, table = self._batch, self._table
+        slots, starts = table.slots_of(layout.request_ids), np.cumsum(layout.counts) - layout.counts
+        one = (layout.counts == 1) & (layout.computed >= table.end[slots])
+        generated = slots[one], starts[one], layout.computed[one]
+        ends = layout.computed + layout.counts
+        others = [
+            (table.request(slots[i]), int(starts[i]), int(layout.computed[i]), int(ends[i]))
+            for i in np.flatnonzero(~one & (slots > 0)).tolist()
+        ]
         if batch is not None and not batch.is_laid_out(layout.request_ids, layout.total):
             batch.laid_out = list(layout.request_ids)
-            batch.rows = RowProfiles(self._lay_out(step), again=True)
-        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(step))
+            batch.rows = RowProfiles(self._lay_out(layout.total, generated, others), again=True)
+        rows = batch.rows if batch is not None else RowProfiles(self._lay_out(layout.total, generated, others))
         assert rows is not None
-        places = self._places(step, rows.profile_T) if self._capturing else None
+        places = self._places(generated, others, rows.profile_T) if self._capturing else None
         self._scores = self._find_scored(layout, rows.profile_T) if self._probed and self.step_is_planned else None
         self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
         # Each step's captured rows and scores go elsewhere.
         self._prepared = batch if not (self._capturing or self._probed) else None
 
-    def _lay_out(self, step: _Step) -> np.ndarray:
-        """int32 `[T]`, the profile of each row."""
-        profile_T = np.zeros(step.total, np.int32)
-        profile_T[step.first[step.is_generated]] = self._table.profile[step.slots[step.is_generated]]
-        for request, first, start, stop in step.others(self._table):
+    def _lay_out(self, total: int, generated: _Generated, others: _Others) -> np.ndarray:
+        """int32 `[T]`, the profile of each row of a batch, padding included."""
+        profile_T = np.zeros(total, np.int32)
+        slots, rows, _ = generated
+        profile_T[rows] = self._table.profile[slots]
+        for request, first, start, stop in others:
             profile_T[first : first + stop - start] = request.loaded.profiles(start, stop, request.length)
         return profile_T
 
-    def _places(self, step: _Step, profile_T: np.ndarray) -> np.ndarray | None:
+    def _places(self, generated: _Generated, others: _Others, profile_T: np.ndarray) -> np.ndarray | None:
         """int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is."""
-        table, slots = self._table, step.slots
-        places_T = np.zeros(step.total, np.int64)
-        # Not those that were captured before a preemption.
-        takes = step.is_generated & table.captures[slots] & (table.captured[slots] <= step.computed)
-        taking, positions = slots[takes], step.computed[takes]
+        table, (slots, batch_rows, computed) = self._table, generated
+        places_T = np.zeros(len(profile_T), np.int64)
+        takes = table.captures[slots] & (table.captured[slots] <= computed)  # not those captured before a preemption
+        asked, until = slots[takes], computed[takes] + 1
+        chosen: list[tuple[int, int]] = []  # (slot, position) of the rows that selectors choose
+        for i in np.flatnonzero(takes & table.selects[slots]).tolist():
+            request, position = table.request(slots[i]), int(computed[i])
+            if request.loaded.selects(position - request.length):
+                chosen.append((request.slot, position))
+            else:
+                takes[i] = False
+        taking, positions = slots[takes], computed[takes]
         full = (table.left[taking] == 0) | (table.captured[taking] != positions)
         for slot, position in zip(taking[full].tolist(), positions[full].tolist(), strict=True):
             self._begin_page(table.request(slot), position)
-        places_T[step.first[takes]] = table.address[taking]
-        self._take_places(taking, positions)
+        for slot, position in chosen:
+            page = table.request(slot).page
+            assert page is not None
+            page.positions[-table.left[slot]] = position
+        places_T[batch_rows[takes]] = table.address[taking]
+        table.address[taking] += table.row_bytes[taking]
+        table.size[taking] += table.row_bytes[taking]
+        table.left[taking] -= 1
+        table.captured[asked] = until
         self._due = list(map(table.request, taking[table.size[taking] >= DUE_BYTES].tolist()))
-        for i in np.flatnonzero(step.is_generated & table.selects[slots]).tolist():
-            places_T[step.first[i]] = self._selected_place(int(slots[i]), int(step.computed[i]))
         # profile -> (request, rows, position of row 0)
         found: dict[int, list[tuple[PlannedRequest, np.ndarray, int]]] = {}
-        for request, first, start, stop in step.others(table):
+        for request, first, start, stop in others:
             self._due.append(request)
             if request.has_all:
                 continue
-            fresh, end = first + max(request.captured - start, 0), first + stop - start
+            begin, end = first + max(request.captured - start, 0), first + stop - start
             request.captured = max(stop, request.captured)
-            numbers = profile_T[fresh:end]
-            for number in request.loaded.capturing.intersection(np.unique(numbers).tolist()):
-                rows = fresh + np.flatnonzero(numbers == number)
+            for number, rows in _rows_of(request.loaded.capturing, profile_T, begin, end):
                 found.setdefault(number, []).append((request, rows, start - first))
         for number, parts in found.items():
             planes, first = self.tables.profiles[number].planes, 0
@@ -338,44 +330,17 @@ class PlanHost:
                 if (number := request.loaded.generated) in request.loaded.scoring:
                     step.add(name, range(first + fresh, row), range(start + fresh, start + count), profiles[number])
                 continue
-            numbers = profile_T[first + fresh : row]
-            for number in request.loaded.scoring.intersection(numbers.tolist()):
-                rows = first + fresh + np.flatnonzero(numbers == number)
+            for number, rows in _rows_of(request.loaded.scoring, profile_T, first + fresh, row):
                 step.add(name, rows.tolist(), (rows + (start - first)).tolist(), profiles[number])
         return step if self._scoring else None
 
-    def _selected_place(self, slot: int, position: int) -> int:
-        """The address for the row of a generated token of a request with selectors; 0 if it is not captured."""
-        request = self._table.request(slot)
-        if request.captured > position:  # before a preemption
-            return 0
-        if not request.loaded.selects(position - request.length):
-            request.captured = position + 1
-            return 0
-        if not self._table.left[slot]:
-            self._begin_page(request, None)
-        assert request.page is not None and request.page.positions is not None
-        request.page.positions.append(position)
-        address = int(self._table.address[slot])
-        self._take_places(slot, position)
-        if request.size >= DUE_BYTES:
-            self._due.append(request)
-        return address
-
-    def _take_places(self, slots: Any, positions: Any) -> None:
-        """The next rows on the pages of these requests are taken, for these positions."""
-        table = self._table
-        table.address[slots] += table.row_bytes[slots]
-        table.size[slots] += table.row_bytes[slots]
-        table.left[slots] -= 1
-        table.captured[slots] = positions + 1
-
-    def _begin_page(self, request: PlannedRequest, first_position: int | None) -> None:
-        """A new page for the rows of generated tokens; `first_position`: as `Page` has it."""
+    def _begin_page(self, request: PlannedRequest, first_position: int) -> None:
+        """A new page for the rows of generated tokens, all of them from this position on unless selectors choose."""
         number = request.loaded.generated
         profile = self.tables.profiles[number]
-        rows = Page.rows(profile.row_width * self._dtype.itemsize)
-        request.begin_page(Page(self._block(number, rows), profile.planes, first_position))
+        rows = rows_of_page(profile.row_width * self._dtype.itemsize)
+        positions = np.arange(first_position, first_position + rows)
+        request.begin_page(Rows(positions, profile.planes, self._block(number, rows)))
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""
@@ -473,7 +438,7 @@ class PlanHost:
         if (knockouts := loaded.knockouts) is not None:
             if self._speculative and knockouts.end > len(prompt):
                 sources.close()
-                self._give_back(loaded)
+                self._loaded.give_back(loaded)
                 raise PlanError(
                     "A Knockout of generated queries is not supported with speculative decoding: name queries of the prompt, or "
                     'set phase="prefill".'
@@ -488,7 +453,6 @@ class PlanHost:
             sources,
             len(prompt),
             self._table,
-            self._table.add(name),
             complete=done,
             ends_early=stops_at_text or plan.stops_in_prompt,
             scores=scores,
@@ -513,14 +477,7 @@ class PlanHost:
         except BaseException:
             sources.close()
             raise
-        if loaded.users == 1:
-            self.hooks.need(loaded.hooked)
         return sources, loaded
-
-    def _give_back(self, loaded: LoadedPlan) -> None:
-        self._loaded.give_back(loaded)
-        if not loaded.users:
-            self.hooks.release(loaded.hooked)
 
     def _compile(self, payload: PlanRequest, length: int, row: RunRow) -> CompiledPlan:
         if not payload.checked:
@@ -538,12 +495,6 @@ class PlanHost:
             points=self.tables.index.keys(),
             head_dims=self.facts.head_dims,
         )
-
-    def _off_graph(self, points: Collection[Point]) -> frozenset[str]:
-        """The sites that are not in the graphs of all stages: a step runs uncompiled on all of them or on none."""
-        if not self._compiles:
-            return frozenset()
-        return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
     def _extend(self, name: str, request: PlannedRequest, length: int) -> None:
         """Streaming input has made the prompt longer, or V2 begins the request again after a preemption."""
@@ -564,7 +515,7 @@ class PlanHost:
         request.sources, request.loaded, request.length = sources, loaded, length
         request.close_page()
         request.tabulate()
-        self._give_back(old)
+        self._loaded.give_back(old)
         if request.complete and not request.has_all:
             request.complete = False
             self._capturing += 1
@@ -591,7 +542,7 @@ class PlanHost:
             self.captures.fail(name, request.payload, str(error))
         finally:
             request.sources.close()
-            self._give_back(request.loaded)
+            self._loaded.give_back(request.loaded)
             self._table.remove(name)
 
     def _keep(self, request: PlannedRequest) -> None:
@@ -615,3 +566,10 @@ class PlanHost:
             "knockouts": len(self._cuts),
             "capture_bytes": sum(request.size for request in self._requests.values()),
         }
+
+
+def _rows_of(wanted: frozenset[int], profile_T: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The numbers of the wanted profiles among the rows `[begin, end)` of a batch, and the rows that have each."""
+    numbers = profile_T[begin:end]
+    for number in wanted.intersection(np.unique(numbers).tolist()):
+        yield number, begin + np.flatnonzero(numbers == number)

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from midstream.capture.rows import Rows
-from midstream.plan.captures import Planes
 from midstream.runtime.loaded_plans import LoadedPlan
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.scores import RequestScores
@@ -20,43 +18,10 @@ _PAGE_ROWS = 4, 64  # the fewest and the most rows of a page; between them, `_PA
 _FIRST_SLOTS = 64
 
 
-class Page:
-    """Memory for the captured rows of one request's generated tokens. A step adds a row, and only a full page costs an allocation.
-
-    Args:
-        block: `[rows, width]`, not filled yet.
-        planes: of each row.
-        first_position: of the first row, if the rows have all positions from there on.
-
-    Attributes:
-        positions: of the rows that have their places; None if they have all from `first_position` on.
-    """
-
-    __slots__ = ("_first_position", "_taken", "block", "planes", "positions")
-
-    def __init__(self, block: torch.Tensor, planes: Planes, first_position: int | None = None) -> None:
-        self.block, self.planes = block, planes
-        self._first_position = first_position
-        self.positions: list[int] | None = [] if first_position is None else None
-        self._taken = 0  # rows
-
-    @staticmethod
-    def rows(row_bytes: int) -> int:
-        """How many rows a page has."""
-        least, most = _PAGE_ROWS
-        return max(min(_PAGE_BYTES // row_bytes, most), least)
-
-    def take(self, used: int) -> list[Rows]:
-        """The rows since the last call, of the first `used` ones, in one piece, if there are any."""
-        first, self._taken = self._taken, used
-        if first == used:
-            return []
-        if self.positions is not None:
-            positions = np.array(self.positions[first:used])
-        else:
-            assert self._first_position is not None
-            positions = np.arange(self._first_position + first, self._first_position + used)
-        return [Rows(positions, self.planes, self.block, first)]
+def rows_of_page(row_bytes: int) -> int:
+    """How many rows of generated tokens get memory at once. A step adds a row, and only a full page costs an allocation."""
+    least, most = _PAGE_ROWS
+    return max(min(_PAGE_BYTES // row_bytes, most), least)
 
 
 class RequestTable:
@@ -67,8 +32,8 @@ class RequestTable:
     Attributes:
         end: `[slots]`, the first position from which on all rows have the same profile.
         profile: `[slots]`, int32, that profile.
-        captures: `[slots]`, bool, whether all of these rows are captured.
-        selects: `[slots]`, bool, whether selectors choose which of these rows are captured.
+        captures: `[slots]`, bool, whether these rows are captured.
+        selects: `[slots]`, bool, whether selectors choose which of them are.
         captured: `[slots]`, positions below this have been captured.
         address: `[slots]`, where the next of these rows is written.
         row_bytes: `[slots]`, of such a row.
@@ -97,12 +62,8 @@ class RequestTable:
         assert found is not None
         return found
 
-    def put(self, request: PlannedRequest) -> None:
-        """The request takes the slot that `add` gave it."""
-        self._requests[request.slot] = request
-
-    def add(self, name: str) -> int:
-        """A slot for a request."""
+    def add(self, request: PlannedRequest) -> int:
+        """Give the request a slot."""
         if not self._free:
             size = len(self._requests)
             self._requests += [None] * size
@@ -110,7 +71,8 @@ class RequestTable:
                 if isinstance(each, np.ndarray):
                     setattr(self, column, np.concatenate([each, np.zeros_like(each)]))
             self._free += range(2 * size - 1, size - 1, -1)
-        self._slots[name] = slot = self._free.pop()
+        self._slots[request.name] = slot = self._free.pop()
+        self._requests[slot] = request
         return slot
 
     def remove(self, name: str) -> None:
@@ -130,14 +92,17 @@ class PlannedRequest:
         name: the engine's id of it.
         sources: recorded rows for its patches.
         length: of its prompt.
-        table: has the rest of it, at `slot`.
+        table: has the rest of it.
+        slot: its place in the table.
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
         ends_early: whether it may end before tokens that were computed long ago: at a stop string, which the client looks for, or at a
             token of the prompt.
         scores: its probes; None without any.
         rows: captured ones that are not sent yet, except those in `page`.
-        page: holds the last captured rows of generated tokens.
+        page: the last captured rows of generated tokens, with room for later ones: the table says how much is left. Positions of rows
+            that are still to come may change.
+        taken: how many rows of the page are among `rows`, or were sent.
     """
 
     name: str
@@ -146,16 +111,17 @@ class PlannedRequest:
     sources: Sources
     length: int
     table: RequestTable
-    slot: int
     computed: int = 0
     complete: bool = False
     ends_early: bool = False
     scores: RequestScores | None = None
     rows: list[Rows] = field(default_factory=list)
-    page: Page | None = None
+    page: Rows | None = None
+    taken: int = 0
+    slot: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.table.put(self)
+        self.slot = self.table.add(self)
         self.tabulate()
 
     def tabulate(self) -> None:
@@ -163,8 +129,8 @@ class PlannedRequest:
         table, slot, loaded = self.table, self.slot, self.loaded
         captures = loaded.captures_generated is not None
         table.end[slot], table.profile[slot] = self.end, loaded.generated
-        table.captures[slot] = captures and not loaded.selectors
-        table.selects[slot] = captures and bool(loaded.selectors)
+        table.captures[slot] = captures
+        table.selects[slot] = captures and loaded.chosen is not None
 
     @property
     def end(self) -> int:
@@ -196,10 +162,10 @@ class PlannedRequest:
         self.rows.append(rows)
         self.table.size[self.slot] += rows.nbytes
 
-    def begin_page(self, page: Page) -> None:
+    def begin_page(self, page: Rows) -> None:
         """Write the next rows to a new page."""
         self.close_page()
-        self.page, block = page, page.block
+        self.page, self.taken, block = page, 0, page.block
         self.table.address[self.slot], self.table.left[self.slot] = block.data_ptr(), len(block)
         self.table.row_bytes[self.slot] = block.shape[1] * block.element_size()
 
@@ -210,7 +176,11 @@ class PlannedRequest:
         self.table.left[self.slot] = 0
 
     def _of_page(self) -> list[Rows]:
-        return self.page.take(len(self.page.block) - int(self.table.left[self.slot])) if self.page is not None else []
+        """The new rows of the page in one piece, if there are any."""
+        if self.page is None:
+            return []
+        first, self.taken = self.taken, len(self.page.positions) - int(self.table.left[self.slot])
+        return [self.page.take(slice(first, self.taken))] if first < self.taken else []
 
     def take_rows(self) -> list[Rows]:
         """The rows that are not sent."""

@@ -1,8 +1,9 @@
-"""Sends captured rows, and the saved values of traces, from a worker.
+"""Sends a worker's results: captured rows, and the saved values of traces.
 
-`CaptureSender` decides where a request's rows go. A request of `midstream.VLLM` names a mailbox of the client. For any other request the
-plan's consumers run in the worker: `LocalSinks` copies the rows from the device and hands them to the consumers, on a separate thread with
-a bounded queue. A consumer that cannot keep up slows the engine down, and the gauge `consumer_blocked_ms` shows this. No row is dropped.
+`Reports` sends them to the client. `CaptureSender` decides where a request's rows go. A request of `midstream.VLLM` names a mailbox of the
+client. For any other request the plan's consumers run in the worker: `LocalSinks` copies the rows from the device and hands them to the
+consumers, on a separate thread with a bounded queue. A consumer that cannot keep up slows the engine down, and the gauge
+`consumer_blocked_ms` shows this. No row is dropped.
 """
 
 from __future__ import annotations
@@ -44,29 +45,106 @@ _QUEUE_BYTES = 256 << 20
 _Queued = tuple[ResultHeader, list[Rows], str | None]  # (header, rows, error)
 
 
+class Reports:
+    """Sends results to the client, those of one step in few messages.
+
+    Args:
+        stage: pipeline stage of this worker.
+        sends: whether this worker reports. Of the tensor-parallel ranks of a stage, which all have the same, only one does.
+
+    Attributes:
+        sender: the channel to the client, once it has connected.
+    """
+
+    def __init__(self, stage: int = 0, sends: bool = True) -> None:
+        self.sends = sends
+        self.sender: Sender | None = None
+        self._stage = stage
+        self._client_gone = False
+        self._rows: list[_Queued] = []
+        self._small: list[tuple[ResultHeader, Packed]] = []  # outcomes to be sent together
+        self._small_bytes = 0
+
+    @property
+    def queued_bytes(self) -> int:
+        return self.sender.queued_bytes if self.sender is not None else 0
+
+    def send_rows(
+        self, key: tuple[str, int], name: str, rows: list[Rows], final: bool, confirmed: int, error: str | None
+    ) -> None:
+        """Captured rows of a request for the mailbox of this key. They wait for `flush`."""
+        if self.sends:
+            self._rows.append((ResultHeader(key, name, final, self._stage, confirmed), rows, error))
+
+    def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
+        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small final outcomes wait for `flush`."""
+        if not self.sends:
+            return
+        header = ResultHeader((trace.trace, trace.index), name, final, self._stage)
+        if final and not (trace.stream or trace.together or any(outcome.failure for outcome in outcomes)):
+            packed = pack(outcomes)  # now: code that runs before the flush may change the containers
+            if (size := packed.size + len(packed.body)) > _SMALL_BYTES:
+                return self._with_sender(lambda sender: sender.send_packed([(header, packed)]))
+            self._small.append((header, packed))
+            self._small_bytes += size
+            return self.flush() if self._small_bytes >= _TOGETHER_BYTES else None
+
+        def send(sender: Sender) -> None:
+            sender.send(header, outcomes, name if trace.stream else None, exact=final)
+            if final:
+                sender.end(name)
+
+        return self._with_sender(send)
+
+    def flush(self) -> None:
+        """Send what waits. Rows go in messages of about MESSAGE_BYTES, in which one request's rows are not split; outcomes in one."""
+        if not (self._rows or self._small):
+            return
+        rows, self._rows = self._rows, []
+        small, self._small, self._small_bytes = self._small, [], 0
+
+        def send(sender: Sender) -> None:
+            while rows:
+                size = 0
+                together: list[_Queued] = []
+                while rows and (not together or size < MESSAGE_BYTES):
+                    together.append(rows.pop(0))
+                    size += sum(each.nbytes for each in together[-1][1])
+                sender.send_together(_messages(together))
+            if small:
+                sender.send_packed(small)
+
+        self._with_sender(send)
+
+    def _with_sender(self, send: Callable[[Sender], None]) -> None:
+        if self.sender is None:
+            _log.error("Results are lost: the client has not connected to this worker.")
+            return
+        try:
+            send(self.sender)
+        except ChannelClosedError as error:  # the client is closing and has yet to tell the engine
+            if not self._client_gone:
+                _log.warning("Results are lost: %s", error)
+            self._client_gone = True
+
+    def end(self, name: str) -> None:
+        """Nothing more is sent for the request."""
+        if self.sender is not None:
+            self.sender.end(name)
+
+
 class CaptureSender:
     """Sends a worker's captured rows to the client, or to the consumers that the plan names.
 
     Args:
-        sender: returns the channel to the client, if it has connected.
+        reports: to the client. The consumers of this worker get rows only if it sends.
         local: makes what feeds consumers in this process, when the first request needs it.
-        stage: pipeline stage of this worker.
-        sends: whether this worker sends rows. Of the tensor-parallel ranks of a stage, which all have the same rows, only one does.
     """
 
-    def __init__(
-        self,
-        sender: Callable[[], Sender | None],
-        local: Callable[[], LocalSinks],
-        stage: int = 0,
-        sends: bool = True,
-    ) -> None:
-        self._sender, self._make_local = sender, local
-        self._stage, self._sends = stage, sends
+    def __init__(self, reports: Reports, local: Callable[[], LocalSinks]) -> None:
+        self._reports, self._make_local = reports, local
         self.local: LocalSinks | None = None
         self._found: set[str] = set()  # names of consumers that are installed
-        self._begun: set[str] = set()  # requests whose rows stay in this process
-        self._queue: list[_Queued] = []  # messages for the client
 
     def check(self, request: PlanRequest, plan: Plan) -> None:
         """Raise PlanError if the plan names a consumer that its rows would go to here and that is not installed."""
@@ -82,18 +160,16 @@ class CaptureSender:
 
     def begin(self, name: str, request: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         """A request with captures begins."""
-        if self._sends and request.capture is None and not request.keeps_rows:
+        if self._reports.sends and request.capture is None and not request.keeps_rows:
             self.local = self.local or self._make_local()
-            self._begun.add(name)
             self.local.begin(name, plan, prompt_token_ids)
 
     def send(self, name: str, request: PlanRequest, rows: Sequence[Rows], complete: bool, confirmed: int = 0) -> None:
         """Rows of a request; `complete` if they are its last. Rows at positions below `confirmed` are the user's for good."""
-        if name in self._begun:
-            assert self.local is not None
-            self.local.rows(name, _joined(rows), confirmed)
-        else:
-            self._tell_client(name, request, rows, complete, confirmed)
+        if (local := self._local_of(name)) is not None:
+            local.rows(name, _joined(rows), confirmed)
+        elif request.capture is not None:
+            self._reports.send_rows(request.capture, name, _joined(rows), complete, confirmed, None)
 
     def end(self, name: str, request: PlanRequest, tokens: int | None, rows: Sequence[Rows] | None) -> None:
         """The request is over.
@@ -104,35 +180,19 @@ class CaptureSender:
         """
         if rows is not None:
             self.send(name, request, rows, True)
-        if name in self._begun:
-            self._end_local(name, tokens - 1 if tokens is not None else None)
+        if (local := self._local_of(name)) is not None:
+            local.end(name, tokens - 1 if tokens is not None else None)
 
     def fail(self, name: str, request: PlanRequest, message: str) -> None:
         """No more rows come, for this reason."""
-        if name in self._begun:
-            self._end_local(name, None, message)
-        else:
-            self._tell_client(name, request, (), True, error=message)
+        if (local := self._local_of(name)) is not None:
+            local.end(name, None, message)
+        elif request.capture is not None:
+            self._reports.send_rows(request.capture, name, [], True, 0, message)
 
     def flush(self) -> None:
-        """Send what is queued for the client, in few messages of about MESSAGE_BYTES; one request's rows are not split."""
-        queue, self._queue = self._queue, []
-        if not queue:
-            return
-        sender = self._sender()
-        if sender is None:
-            _log.error("Captured rows are lost: the client has not connected to this worker.")
-            return
-        try:
-            while queue:
-                size = 0
-                together: list[_Queued] = []
-                while queue and (not together or size < MESSAGE_BYTES):
-                    together.append(queue.pop(0))
-                    size += sum(rows.nbytes for rows in together[-1][1])
-                sender.send_together(_messages(together))
-        except ChannelClosedError as error:
-            _log.warning("Captured rows are lost: %s", error)
+        """Send what waits for the client."""
+        self._reports.flush()
 
     def close(self) -> None:
         """Let the consumers in this process take their rows."""
@@ -147,23 +207,9 @@ class CaptureSender:
         waiting, blocked = int(stats["queued_bytes"] + stats["held_bytes"]), int(1000 * stats["blocked_seconds"])
         return {"capture_failures": self.local.failures, "consumer_bytes": waiting, "consumer_blocked_ms": blocked}
 
-    def _end_local(self, name: str, stop: int | None, error: str | None = None) -> None:
-        assert self.local is not None
-        self._begun.remove(name)
-        self.local.end(name, stop, error)
-
-    def _tell_client(
-        self,
-        name: str,
-        request: PlanRequest,
-        rows: Sequence[Rows],
-        final: bool,
-        confirmed: int = 0,
-        error: str | None = None,
-    ) -> None:
-        if self._sends and request.capture is not None:
-            header = ResultHeader(request.capture, name, final, self._stage, confirmed)
-            self._queue.append((header, _joined(rows), error))
+    def _local_of(self, name: str) -> LocalSinks | None:
+        """What takes a request's rows in this process, if they stay here."""
+        return self.local if self.local is not None and name in self.local.names else None
 
 
 def _messages(queue: Sequence[_Queued]) -> list[tuple[ResultHeader, Any]]:
@@ -211,7 +257,7 @@ class LocalSinks:
         self._engine, self._num_layers, self._head_dims = engine, num_layers, head_dims
         self._layers, self._stage = layers, stage
         self._sinks = Sinks()
-        self._names: dict[str, str] = {}  # of running requests: the engine's id -> the user's
+        self.names: dict[str, str] = {}  # of running requests: the engine's id -> the user's
         self._captures: dict[str, RequestCapture] = {}  # by the engine's id; requests that have failed are not there
         self.failures = 0  # requests whose rows were not taken, all of them or in part
         self._queue: BoundedQueue[Callable[[], None]] = BoundedQueue(_QUEUE_BYTES)
@@ -220,9 +266,9 @@ class LocalSinks:
     def begin(self, engine_id: str, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         """A request begins. Consumers get the id that its user gave, unless a request with that id is running."""
         name = users_id(engine_id)
-        if name in self._names.values():
+        if name in self.names.values():
             name = engine_id
-        self._names[engine_id] = name
+        self.names[engine_id] = name
         info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage, run=engine_id)
         everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers), self._head_dims)[1:]
         # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
@@ -250,7 +296,7 @@ class LocalSinks:
 
     def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
         """The request is over: rows below position `stop` are the user's (None: all)."""
-        self._names.pop(engine_id)
+        self.names.pop(engine_id)
 
         def job() -> None:
             if (capture := self._captures.pop(engine_id, None)) is not None:
@@ -313,69 +359,3 @@ class LocalSinks:
             job()
             del job  # and the rows with it
             self._queue.task_done()
-
-
-class Reports:
-    """Sends the results of traces to the client.
-
-    Args:
-        stage: pipeline stage of this worker.
-        sends: whether this worker reports. Of the tensor-parallel ranks of a stage, which all have the same, only one does.
-
-    Attributes:
-        sender: the channel to the client, once it has connected.
-    """
-
-    def __init__(self, stage: int = 0, sends: bool = True) -> None:
-        self.sends = sends
-        self.sender: Sender | None = None
-        self._stage = stage
-        self._client_gone = False
-        self._small: list[tuple[ResultHeader, Packed]] = []  # results to be sent together
-        self._small_bytes = 0
-
-    @property
-    def queued_bytes(self) -> int:
-        return self.sender.queued_bytes if self.sender is not None else 0
-
-    def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
-        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small final outcomes wait for `flush`."""
-        if not self.sends:
-            return
-        header = ResultHeader((trace.trace, trace.index), name, final, self._stage)
-        if final and not (trace.stream or trace.together or any(outcome.failure for outcome in outcomes)):
-            packed = pack(outcomes)  # now: code that runs before the flush may change the containers
-            if (size := packed.size + len(packed.body)) > _SMALL_BYTES:
-                return self._with_sender(lambda sender: sender.send_packed([(header, packed)]))
-            self._small.append((header, packed))
-            self._small_bytes += size
-            return self.flush() if self._small_bytes >= _TOGETHER_BYTES else None
-
-        def send(sender: Sender) -> None:
-            sender.send(header, outcomes, name if trace.stream else None, exact=final)
-            if final:
-                sender.end(name)
-
-        return self._with_sender(send)
-
-    def flush(self) -> None:
-        """Send the outcomes that wait in one message, so that requests that end in the same step share its cost."""
-        small, self._small, self._small_bytes = self._small, [], 0
-        if small:
-            self._with_sender(lambda sender: sender.send_packed(small))
-
-    def _with_sender(self, send: Callable[[Sender], None]) -> None:
-        if self.sender is None:
-            _log.error("A trace's results are lost: the client has not connected to this worker.")
-            return
-        try:
-            send(self.sender)
-        except ChannelClosedError as error:  # the client is closing and has yet to tell the engine
-            if not self._client_gone:
-                _log.warning("A trace's results are lost: %s", error)
-            self._client_gone = True
-
-    def end(self, name: str) -> None:
-        """Nothing more is sent for the request."""
-        if self.sender is not None:
-            self.sender.end(name)

@@ -129,16 +129,13 @@ class RunStore:
             held[other.owner] += sum(other.sizes)
             if not other.leases:
                 free.setdefault(other.owner, []).append(other)
-        while any(map(self._is_over, run.sizes, _together(self._runs.values(), run))):
+        while any(sum(both) > self.budget for both in zip(run.sizes, _together(self._runs.values(), run), strict=True)):
             owner = max(
                 filter(free.get, free), key=lambda each: (bool(each), held[each])
             )  # those of sweeps are nobody's
             gone = self._runs.pop(free[owner].pop(0).id)
             held[owner] -= sum(gone.sizes)
         self._runs[run.id] = run
-
-    def _is_over(self, size: int, held: int) -> bool:
-        return size + held > self.budget
 
     def delete(self, ids: Collection[str]) -> None:
         """Forget runs, leased ones too; unknown ids are ignored."""

@@ -27,7 +27,6 @@ from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
     GraphValues,
-    Group,
     HeldPrograms,
     InGraph,
     ProgramAt,
@@ -43,6 +42,7 @@ from midstream.sites import Point
 _FIRST_PROFILES = 64
 # As in `kernel`, which is imported only where Triton is installed.
 OP_WORDS, ENTRY_WORDS = 6, 8
+_NO_PROGRAMS = StepPrograms({}, {})
 
 
 @dataclass
@@ -149,14 +149,9 @@ class Tables:
         before, self._rows = self._rows, rows
         if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
             self._set_rows(rows)
-        self._set_places(places, score_places, len(rows.profile_T))
 
     def _set_rows(self, rows: RowProfiles) -> None:
         """The rows differ from those of the step before."""
-        raise NotImplementedError
-
-    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
-        """Called in every step, after the rows, of which there are `count`."""
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -260,10 +255,10 @@ class DeviceTables(Tables):
         self._early_launch = early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._number_T = torch.zeros_like(self._profile_T)  # the same, at most MOST_PROFILES, for programs
-        self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._score_T = torch.zeros_like(self._capture_T)
+        # The addresses of each row's captured row, and of its row of scores.
+        self._addresses = {kind: torch.zeros(rows, dtype=torch.int64, device=device) for kind in READINGS}
         self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._addressed = {"capture": 0, "probe": 0}  # rows that may have an address
+        self._addressed = dict.fromkeys(READINGS, 0)  # rows that may have an address
         self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
@@ -398,6 +393,15 @@ class DeviceTables(Tables):
         for kept in rows.programs.kept.values() if rows.programs is not None else ():
             kept.value = None  # of the last step with these rows
         super().begin_step(rows, places, score_places)
+        count = len(rows.profile_T)
+        for kind, given in (("capture", places), ("probe", score_places)):
+            if given is None and not self._addressed[kind]:
+                continue
+            addresses_T = np.zeros(max(count, self._addressed[kind]), np.int64)  # also clears the last step's addresses
+            if given is not None:
+                addresses_T[:count] = given
+            self._upload(addresses_T, self._addresses[kind][: len(addresses_T)])
+            self._addressed[kind] = count if given is not None else 0
 
     def _set_rows(self, rows: RowProfiles) -> None:
         self._acting = None
@@ -411,81 +415,54 @@ class DeviceTables(Tables):
         if self.programs:
             torch.clamp(profile_T, max=MOST_PROFILES, out=self._number_T[: len(profile_T)])
 
-    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
-        for kind, given in (("capture", places), ("probe", score_places)):
-            if given is None and not self._addressed[kind]:
-                continue
-            addresses_T = np.zeros(max(count, self._addressed[kind]), np.int64)  # also clears the last step's addresses
-            if given is not None:
-                addresses_T[:count] = given
-            self._upload(addresses_T, self._addresses(kind)[: len(addresses_T)])
-            self._addressed[kind] = count if given is not None else 0
-
-    def _addresses(self, kind: str) -> torch.Tensor:
-        """The buffer with the address of each row's captured row, or of its row of scores."""
-        return self._capture_T if kind == "capture" else self._score_T
-
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
             return
-        self._keep(point, hidden, residual)
-        self._read(point, "before", hidden, residual)
-        self._launch(point, hidden, residual, self._profile_T)
-        if self._run_edits(point, hidden, residual):
+        first, second = streams(hidden, residual)
+        step = self._step_programs()
+        kept = step.kept.get(point)
+        if kept is not None:  # programs that run later in the step need the value before the edits
+            kept.value = value_at(first, second, kept.rows)
+            self.programs.keep_for_graphs(self.points[point], first, second)
+        self._read(step, point, "before", first, second)
+        self._launch(point, first, second, self._profile_T)
+        groups = step.groups.get((point, "edit"), ())
+        for given, _ in chain.from_iterable(group.inputs for group in groups):
+            if given.value is None:  # the part of the forward that computes it was replayed
+                given.value = self.programs.from_graph(given, len(first))
+        run_groups(groups, first, second, partial(self._note_overflow, point))
+        if groups:
             assert self._rows is not None
             if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
-                self._capture_behind(point, hidden, residual)
-        self._read(point, "after", hidden, residual)
+                self._capture_behind(point, first, second)
+        self._read(step, point, "after", first, second)
 
-    def _programs_at(self, point: int, what: str) -> Sequence[Group]:
-        """Those that run there in the step. `what`: as of `ProgramAt`."""
-        step = self._step_programs()
-        return step.groups.get((point, what), ()) if step is not None else ()
-
-    def _step_programs(self) -> StepPrograms | None:
+    def _step_programs(self) -> StepPrograms:
         if not self.programs or self._rows is None:
-            return None
+            return _NO_PROGRAMS
         if self._rows.programs is None:
             self._rows.programs = self.programs.of_step(self._rows.profile_T, self.index)
         return self._rows.programs
 
-    def _keep(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep the value before the edits, if programs that run later in the step need it."""
-        step = self._step_programs()
-        if step is not None and (kept := step.kept.get(point)) is not None:
-            first, second = streams(hidden, residual)
-            kept.value = value_at(first, second, kept.rows)
-            self.programs.keep_for_graphs(self.points[point], first, second)
-
-    def _run_edits(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Run the step's programs of edits there. Whether there are any."""
-        first, second = streams(hidden, residual)
-        groups = self._programs_at(point, "edit")
-        for kept, _ in chain.from_iterable(group.inputs for group in groups):
-            if kept.value is None:  # the part of the forward that computes it was replayed
-                kept.value = self.programs.from_graph(kept, len(first))
-        run_groups(groups, first, second, partial(self._note_overflow, point))
-        return bool(groups)
-
-    def _read(self, point: int, when: str, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _read(
+        self, step: StepPrograms, point: int, when: str, first: torch.Tensor, second: torch.Tensor | None
+    ) -> None:
         """Keep what the programs of captures and probes compute from rows."""
         for kind in READINGS:
-            for group in self._programs_at(point, f"{kind} {when}"):
+            for group in step.groups.get((point, f"{kind} {when}"), ()):
                 assert group.offsets is not None
-                value = group.run(value_at(*streams(hidden, residual), group.rows))
-                self._kernel.store_rows(value, self._addresses(kind)[group.rows], group.offsets)
+                value = group.run(value_at(first, second, group.rows))
+                self._kernel.store_rows(value, self._addresses[kind][group.rows], group.offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
         code_R = (len(self.points) - point) * not_finite_at(self.points[point], new_RH).to(torch.int32)
         self._overflow_T[rows] = torch.maximum(self._overflow_T[rows], code_R)
 
-    def _capture_behind(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _capture_behind(self, point: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
         """Capture what programs have made of the rows."""
-        behind_T = self._behind.index_select(0, self._number_T[: len(flat(hidden))])
-        self._launch(
-            point, hidden, residual, behind_T, early=False
-        )  # a launch before that has ended would read too early
+        behind_T = self._behind.index_select(0, self._number_T[: len(first)])
+        self._launch(point, first, second, behind_T, early=False)  # a launch before that has ended would read too early
 
     def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
         there = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -535,28 +512,28 @@ class DeviceTables(Tables):
             for kind in READINGS:
                 for each in programs.get(f"{kind} {when}", ()):
                     value, offset_T = each.read(number_T, value_of(first, second))
-                    self._kernel.store_rows(value, self._addresses(kind)[:rows], offset_T)
+                    self._kernel.store_rows(value, self._addresses[kind][:rows], offset_T)
 
         if kept is not None:
             kept.put(self.points[point], first, second)
         read("before")
-        self._launch(point, hidden, residual, self._profile_T)
+        self._launch(point, first, second, self._profile_T)
         for each in programs.get("edit", ()):
             each.run(number_T, first, second, partial(self._note_overflow, point))
         if programs.get("edit"):
-            self._capture_behind(point, hidden, residual)
+            self._capture_behind(point, first, second)
         read("after")
 
     def _launch(
         self,
         point: int,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
         profile_T: torch.Tensor,
         early: bool = True,
     ) -> None:
-        place = (profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
-        self._kernel.edit_rows(*streams(hidden, residual), *place, early=self._early_launch and early)
+        place = (profile_T, self._addresses["capture"], self._overflow_T, self._address, point, len(self.points))
+        self._kernel.edit_rows(first, second, *place, early=self._early_launch and early)
 
     @torch.inference_mode()
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:

@@ -20,7 +20,7 @@ from midstream.runtime.programs import value_of
 from midstream.runtime.tables import ProfileSlots, RowProfiles, Tables, not_finite_at, streams
 from midstream.sites import Point
 
-Rows = torch.Tensor | slice
+Index = torch.Tensor | slice
 
 
 class TorchTables(Tables):
@@ -38,7 +38,7 @@ class TorchTables(Tables):
         self.overflow: dict[int, int] = {}
         self._dtype = dtype
         self._banks: dict[int, list[torch.Tensor]] = {}
-        self._groups: list[tuple[int, Rows]] = []  # profile -> its rows of the step
+        self._groups: list[tuple[int, Index]] = []  # profile -> its rows of the step
         self._needed: set[Point] = set()  # whose values programs of the step need later in it
         self._values: dict[Point, torch.Tensor] = {}  # these, `[T, width]`
         self._places: np.ndarray | None = None
@@ -56,6 +56,7 @@ class TorchTables(Tables):
 
     def begin_step(self, rows: RowProfiles, places: np.ndarray | None, score_places: np.ndarray | None = None) -> None:
         super().begin_step(rows, places, score_places)
+        self._places, self._score_places = places, score_places
         self._values.clear()
         self.overflow.clear()  # of an earlier step, on a stage that does not end the forward
 
@@ -65,9 +66,6 @@ class TorchTables(Tables):
             rows.prepared = [(int(n), _index_of(np.flatnonzero(rows.profile_T == n))) for n in numbers if n]
         self._groups = rows.prepared
         self._needed = set().union(*(self.profiles[number].further for number, _ in self._groups))
-
-    def _set_places(self, places: np.ndarray | None, score_places: np.ndarray | None, count: int) -> None:
-        self._places, self._score_places = places, score_places
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         first, second = streams(hidden, residual)
@@ -97,7 +95,7 @@ class TorchTables(Tables):
 
     def _changes(
         self, point: int, first: torch.Tensor, second: torch.Tensor | None
-    ) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor | None]]:
+    ) -> Iterator[tuple[Index, torch.Tensor, torch.Tensor | None]]:
         """Rows and their two streams after the edits, for each profile that edits there. Captures what the profiles capture."""
         where = self.points[point]
         if where in self._needed:
@@ -123,7 +121,7 @@ class TorchTables(Tables):
         point: int,
         ops: Sequence[Op],
         number: int,
-        rows: Rows,
+        rows: Index,
         old: torch.Tensor,
         first: torch.Tensor,
         second: torch.Tensor | None,
@@ -138,7 +136,7 @@ class TorchTables(Tables):
         changed = differs.bool()
         return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
 
-    def _note_overflow(self, point: int, rows: Rows, new_RH: torch.Tensor) -> None:
+    def _note_overflow(self, point: int, rows: Index, new_RH: torch.Tensor) -> None:
         if not math.isfinite(
             new_RH.sum(dtype=torch.float32)
         ):  # one pass; the sum of finite numbers may overflow as well
@@ -147,13 +145,13 @@ class TorchTables(Tables):
                 self.overflow.setdefault(row, point)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        codes_T = -_not_finite(hidden_TH).to(torch.int32)
+        codes_T = -(~torch.isfinite(hidden_TH).all(-1)).to(torch.int32)
         for row, point in self.overflow.items():
             codes_T[row] = 1 + point
         self.overflow.clear()
         return codes_T, lambda: None
 
-    def _keep(self, op: Op, rows: Rows, value_RH: torch.Tensor) -> None:
+    def _keep(self, op: Op, rows: Index, value_RH: torch.Tensor) -> None:
         """Copy what a capture or a probe makes of these rows to their places."""
         all_places = self._places if op.kind == "capture" else self._score_places
         if all_places is None:
@@ -168,12 +166,7 @@ class TorchTables(Tables):
                 ctypes.memmove(place + op.offset * value_RH.element_size(), start + i * size, size)
 
 
-def _not_finite(x_TH: torch.Tensor) -> torch.Tensor:
-    """`[T]`, whether a row has an infinity or a NaN."""
-    return ~torch.isfinite(x_TH).all(-1)
-
-
-def _index_of(rows: np.ndarray) -> Rows:
+def _index_of(rows: np.ndarray) -> Index:
     """The rows as an index; a slice where they lie together, for that needs no gather."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)

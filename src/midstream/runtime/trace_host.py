@@ -210,8 +210,7 @@ class TraceHost:
         self._stages = stages
         self.reports = reports
         self._device = next(envoy._module.parameters()).device
-        self.stops: list[str] = []
-        self.done: list[str] = []
+        self._ends = StepEnds()  # of the step that is under way
         self.traced_steps = self.forward_traced_steps = self.uncompiled_steps = 0
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
@@ -300,8 +299,7 @@ class TraceHost:
 
     def take_ends(self) -> StepEnds:
         """The requests that end with this step, and those whose trace does."""
-        ends = StepEnds(self.stops, self.done)
-        self.stops, self.done = [], []
+        ends, self._ends = self._ends, StepEnds()
         return ends
 
     # Requests.
@@ -410,10 +408,7 @@ class TraceHost:
             if request.trace.stream:
                 self._send_snapshot(name, request)
             request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
-        self._in_step = {}
-        self.step_is_traced = False
-        self.reports.flush()
-        stages.end_step(self._bodies)
+        self._close_step()
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
         """End the requests that the last stage has ended: async scheduling may run a step too many."""
@@ -438,7 +433,7 @@ class TraceHost:
                     published, f"The trace cannot begin on pipeline stage {stages.index}: {error}", failed=True
                 )
         self.reports.send(name, request.trace, [Outcome(failure=Failure.of(error), name=request.main)])
-        self.stops.append(name)
+        self._ends.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:
         """End the request's bodies, if they have not ended, and send their outcomes. `goes_on`: the engine goes on with the request."""
@@ -601,12 +596,16 @@ class TraceHost:
         self._fail_not_finite()
         for place, (name, request) in self._in_step.items():
             self._after_step(name, request, tokens[place] if tokens is not None else None)
+        self._close_step()
+        return samples
+
+    def _close_step(self) -> None:
+        """The step's bodies have had all that this stage has for them."""
         self._in_step = {}
         self.step_is_traced = False
         self.reports.flush()
         if self._stages is not None:
             self._stages.end_step(self._bodies)
-        return samples
 
     def _fail_not_finite(self) -> None:
         """Fail the traces of requests whose activations became infinite or NaN in this step."""
@@ -655,12 +654,12 @@ class TraceHost:
         self._gather_done(request)
         asked = failed or request.has_failed or any(o.stopped for o in request.outcomes.values())
         if asked:
-            self.stops.append(name)
+            self._ends.stops.append(name)
         over = asked or request.is_over(token, self._max_model_len)
         if over or not request.open_bodies:
             self._end(name, goes_on=not over)
             if not over:
-                self.done.append(name)
+                self._ends.done.append(name)
             return
         if request.trace.stream:
             self._send_snapshot(name, request)

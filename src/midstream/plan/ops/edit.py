@@ -533,39 +533,27 @@ def kernel_codes() -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------------------ in PyTorch
 
 
-def apply(
-    x_TH: torch.Tensor,
-    ops: Sequence[Op],
-    bank: Sequence[torch.Tensor],
-    values: Mapping[Point, torch.Tensor] = MappingProxyType({}),
-) -> torch.Tensor:
-    """The value of a site after the edits `ops`, each at all rows. `x_TH` is unchanged.
-
-    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. Then programs run, also in the order of the
-    ops. A row's result does not depend on other rows, except as PyTorch's matrix products do.
-
-    Args:
-        x_TH: `[T, H]`, float32, float16 or bfloat16.
-        ops: in the order of `compile.Profile.ops`; captures are skipped.
-        bank: float32 `[H]` each, indexed by `Op.vector` and `Op.mask`.
-        values: (site, layer) -> `[T, width]`, for `Op.inputs`.
-
-    Returns:
-        `[T, H]` in the dtype of `x_TH`, equal to it bit for bit wherever the edits change nothing.
-    """
-    if not any(op.is_edit for op in ops):
-        return x_TH
-    new_TH = edited(x_TH, ops, bank, values)
-    return x_TH.where(new_TH == x_TH, new_TH)  # 0 equals -0: keep the old sign
-
-
 def edited(
     x_TH: torch.Tensor,
     ops: Sequence[Op],
     bank: Sequence[torch.Tensor],
     values: Mapping[Point, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """`apply` for callers that write only the values that differ from the old ones, and so preserve a zero's sign themselves."""
+    """The value of a site after the edits among `ops`, each at all rows. `x_TH` is unchanged.
+
+    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. Then programs run, also in the order of the
+    ops. A row's result does not depend on other rows, except as PyTorch's matrix products do.
+
+    Args:
+        x_TH: `[T, H]`, float32, float16 or bfloat16.
+        ops: in the order of `compile.Profile.ops`.
+        bank: float32 `[H]` each, indexed by `Op.vector` and `Op.mask`.
+        values: (site, layer) -> `[T, width]`, for `Op.inputs`.
+
+    Returns:
+        `[T, H]` in the dtype of `x_TH`, equal to it wherever the edits change nothing. There, a zero may have the other sign: keep the old
+        value.
+    """
     h_TH = _by_arithmetic(x_TH, ops, bank)
     for op in with_programs(ops):
         from midstream.plan.running import run
