@@ -189,6 +189,7 @@ class Worker(PlatformWorker):
             exchange = exchange_in(pipeline)
             link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
             self._stages = Stages(exchange(StageParts.of(model, arch)), link, self.device)
+        self._model_arch = self._stages.arch if self._stages is not None else arch
         sites = settings.sites_in_graphs(tensor.world_size)
         built_in = buildable_points(arch, sites) if compiles(config) else []
         points = built_in if compiles(config) else points_of(arch)
@@ -217,8 +218,7 @@ class Worker(PlatformWorker):
 
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
-        stages = self._stages
-        model_arch = stages.arch if stages is not None else arch
+        stages, model_arch = self._stages, self._model_arch
         peers, aliases = self._tensor_ranks or ALONE, Aliases(settings.rename)
         interleaver = Interleaver(model, model_arch.order, stages, peers, aliases)
         compute_logits: Any = model.compute_logits
@@ -266,7 +266,7 @@ class Worker(PlatformWorker):
         widths = {point: arch.widths[point] for point in points}
         pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
         dtype = str(config.model_config.dtype).removeprefix("torch.")
-        head_dims = (self._stages.arch if self._stages is not None else arch).head_dims
+        head_dims = self._model_arch.head_dims
         reasons = {
             layer: reason
             for (site, layer), binding in arch.bindings.items()
@@ -503,29 +503,26 @@ class Worker(PlatformWorker):
         return reports.sender.name
 
     def midstream_describe(self) -> dict[str, Any]:
-        """This worker's modules, sites and place among the ranks, for the client."""
-        arch, modules = self.midstream.arch, self.midstream.interleaver.modules
-        pipeline, tensor = get_pp_group(), get_tp_group()
+        """The whole model's modules and sites, for the client. All ranks return the same, except for `free_sites` and `device`."""
+        arch, facts, interleaver = self._model_arch, self.plans.facts, self.midstream.interleaver
         places = {(binding.path, binding.kind) for binding in arch.bindings.values()}
         return {
-            "modules": {path: type(module).__name__ for path, module in modules.items()},
+            "modules": dict(interleaver.stage.modules),
             "shapes": dict(arch.shapes),
             "sites": list(arch.sites),
-            "rename": self.midstream.interleaver.aliases.rename,
-            "stage": [pipeline.rank_in_group, pipeline.world_size],
-            "tensor": [tensor.rank_in_group, tensor.world_size],
-            "layers": list(arch.layers),
+            "rename": interleaver.aliases.rename,
+            "stages": list(facts.stages),
             "num_layers": arch.num_layers,
             "hidden_size": arch.hidden_size,
-            "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
-            "dtype": self.plans.facts.dtype,
-            "unsupported_attention": {str(n): why for n, why in self.plans.facts.unsupported_attention.items()},
+            "widths": {f"{site}/{layer}": width for (site, layer), width in facts.widths.items()},
+            "dtype": facts.dtype,
+            "unsupported_attention": {str(n): why for n, why in facts.unsupported_attention.items()},
             "device": str(self.device),
             "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "bindings": {
                 f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },
-            "order": [(*key, *moments) for key, moments in self.midstream.interleaver.order.items() if key in places],
+            "order": [(*key, *moments) for key, moments in arch.order.items() if key in places],
             "free_sites": self._free_sites,  # plans at these leave compiled code and graphs as they are
         }
 

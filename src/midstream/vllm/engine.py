@@ -20,7 +20,6 @@ from midstream.engine import launch
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
-from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
@@ -205,7 +204,7 @@ class EngineConnection:
         assert self.receiver is not None
         names = await self.call_workers("midstream_connect", self.receiver.address)
         self._senders = [name for name in names if name is not None]  # one worker of each stage sends results
-        self._description = merged_description(await self.call_workers("midstream_describe"))
+        self._description, *_ = await self.call_workers("midstream_describe")
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
