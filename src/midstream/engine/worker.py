@@ -86,52 +86,39 @@ def _with_endings(output: Any, endings: StepEnds | None) -> Any:
 
 def refuse_unsupported(config: Any) -> None:
     """Raise MidstreamError for a vLLM config under which plans and traces would do nothing, or see only part of a batch."""
-    parallel, compilation = config.parallel_config, config.compilation_config
-    if parallel.use_ubatching:
-        raise MidstreamError(
-            "Dual batch overlap splits a step's batch, and midstream needs all of it. Start the engine without dual batch overlap."
-        )
-    if parallel.prefill_context_parallel_size > 1:
-        raise MidstreamError(
-            "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
-            "prefill_context_parallel_size=1."
-        )
-    if parallel.decode_context_parallel_size > 1:
-        raise MidstreamError(
-            "Decode context parallelism splits the KV cache of a request over ranks, which midstream was not tested with. Start the engine "
-            "with decode_context_parallel_size=1."
-        )
-    if parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1:
-        raise MidstreamError(
-            "Expert parallelism moves tokens between ranks, which midstream was not tested with. Start the engine with "
-            "enable_expert_parallel=False; tensor parallelism then splits each expert."
-        )
-    if config.model_config.runner_type == "pooling":
-        raise MidstreamError(
-            "midstream supports only models that generate tokens, and a pooling model generates none. Start the engine without "
-            "runner='pooling', or use vLLM without midstream."
-        )
-    if parallel.data_parallel_size > 1:  # 1 in the data parallel engines of a dense model, which are independent
-        raise MidstreamError(
-            "Data parallel engines of a mixture of experts compute each step together, and a step with plans or traces may differ from "
-            "those of the other engines. Start the engine with data_parallel_size=1, and several engines: midstream.ray.collect, "
-            "`midstream collect --shard I/N`, or several servers behind a load balancer."
-        )
-    if getattr(compilation.pass_config, "enable_sp", None):
-        raise MidstreamError(
-            "With sequence parallelism each rank has only some of the residual stream's rows, and midstream needs all of them. Start the "
-            "engine with compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}."
-        )
-    if parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):  # 0.33 has no older executor
-        raise MidstreamError(
-            "vLLM's older Ray executor runs the model without calling midstream's worker, so plans and traces would do nothing. Set "
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1."
-        )
-    if has_graphs(config) and is_breakable_cudagraph_enabled():
-        raise MidstreamError(
-            "Breakable CUDA graphs have no sites in them, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
-            "start the engine with enforce_eager=True."
-        )
+    parallel, passes = config.parallel_config, config.compilation_config.pass_config
+    refused = {
+        "Dual batch overlap splits a step's batch, and midstream needs all of it. Start the engine without dual batch overlap.": (
+            parallel.use_ubatching
+        ),
+        "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
+        "prefill_context_parallel_size=1.": parallel.prefill_context_parallel_size > 1,
+        "Decode context parallelism splits the KV cache of a request over ranks, which midstream was not tested with. Start the engine "
+        "with decode_context_parallel_size=1.": parallel.decode_context_parallel_size > 1,
+        "Expert parallelism moves tokens between ranks, which midstream was not tested with. Start the engine with "
+        "enable_expert_parallel=False; tensor parallelism then splits each expert.": (
+            parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+        ),
+        "midstream supports only models that generate tokens, and a pooling model generates none. Start the engine without "
+        "runner='pooling', or use vLLM without midstream.": config.model_config.runner_type == "pooling",
+        # The size is 1 in the data parallel engines of a dense model, which are independent.
+        "Data parallel engines of a mixture of experts compute each step together, and a step with plans or traces may differ from "
+        "those of the other engines. Start the engine with data_parallel_size=1, and several engines: midstream.ray.collect, "
+        "`midstream collect --shard I/N`, or several servers behind a load balancer.": parallel.data_parallel_size > 1,
+        "With sequence parallelism each rank has only some of the residual stream's rows, and midstream needs all of them. Start the "
+        "engine with compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}.": (
+            getattr(passes, "enable_sp", None)
+        ),
+        "vLLM's older Ray executor runs the model without calling midstream's worker, so plans and traces would do nothing. Set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1.": (  # 0.33 has no older executor
+            parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        ),
+        "Breakable CUDA graphs have no sites in them, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
+        "start the engine with enforce_eager=True.": has_graphs(config) and is_breakable_cudagraph_enabled(),
+    }
+    for text, is_so in refused.items():
+        if is_so:
+            raise MidstreamError(text)
 
 
 def has_graphs(config: Any) -> bool:

@@ -32,7 +32,7 @@ from torch import nn
 from midstream.arch.blocks import is_a, is_linear, unwrapped
 from midstream.arch.detect import ShardFinder
 from midstream.arch.probe import Leaf, ModuleCall, Plant, Probe
-from midstream.errors import DivergedError, MidstreamError
+from midstream.errors import DivergedError, MidstreamError, NeverReachedError
 from midstream.ranks.link import Link
 from midstream.sites import Key, Kind
 from midstream.trace.parallel import Peers, Sharding
@@ -119,7 +119,7 @@ class Summands:
 
 ShardLayout = Shards | Summands
 ShardLayouts = dict[tuple[str, Kind], dict[Ref, ShardLayout]]
-_OVER = "The step is over."
+_OVER = NeverReachedError("The step is over.")
 _EXPERTS = ("FusedMoE", "MoERunner")  # vLLM's classes for a mixture of experts
 
 
