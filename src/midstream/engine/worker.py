@@ -558,10 +558,6 @@ class Worker(PlatformWorker):
             return f"{error}"
         return None
 
-    def midstream_list_vectors(self) -> dict[str, tuple[int, str]]:
-        """name -> (width, digest)."""
-        return self.plans.vectors.list()
-
     def midstream_list_runs(self) -> list[dict[str, Any]]:
         """The recorded runs: id, name, bytes, leases, sites, layers, positions."""
         return self.plans.runs.list()

@@ -121,15 +121,12 @@ class Stages(Stage):
         return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
 
     def begin_of(self, stage: int) -> int:
-        """The moment of the whole model's forward at which a stage begins."""
         return stage * _STAGE_MOMENTS
 
     def has(self, key: Key) -> bool:
-        """Whether this stage has the point."""
         return self.of(key) == self.index
 
     def children_of(self, path: str) -> list[str]:
-        """The names of the modules below `path`, on any stage."""
         return self._children.get(path, [])
 
     def class_of(self, path: str) -> type[nn.Module]:
@@ -142,7 +139,6 @@ class Stages(Stage):
             ) from None
 
     def width_of(self, key: Key) -> int | None:
-        """How many values the tuple at `key` has; None if the output is not known to be a tuple."""
         if len(key) != 2 or key[1] != "output":
             return None
         shape = self.arch.shapes.get(key[0], "")
@@ -196,16 +192,13 @@ class Stages(Stage):
         self.link.end_step()
 
     def fetch(self, place: Origin) -> Fetch:
-        """Request another stage's value. Returns at once."""
         return self.link.fetch(place.stage, place.body, place.number, place.ref)
 
     def received(self, fetch: Fetch) -> Any:
-        """The fetched value, on the device of the forward. Raises the error that the other stage sent instead."""
         with torch.inference_mode(False):
             return map_tensors(fetch.wait(), lambda _, tensor: tensor.to(self._device, copy=True))
 
     def wait_any(self, fetches: Iterable[Fetch]) -> None:
-        """Wait until one of the fetches is done."""
         self.link.wait_any(list(fetches))
 
 

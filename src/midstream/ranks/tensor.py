@@ -334,9 +334,7 @@ class TensorParallel(Peers):
     several = True
 
     def __init__(self, layouts: ShardLayouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
-        self._layouts: dict[Key, dict[Ref, ShardLayout]] = {
-            (path, kind): each for (path, kind), each in layouts.items()
-        }
+        self._layouts: Mapping[Any, dict[Ref, ShardLayout]] = layouts
         self._gather = gather
         self._link = link
         self._peers = [peer for peer in range(link.size) if peer != link.rank]
@@ -386,17 +384,10 @@ class TensorParallel(Peers):
         self._received = dict.fromkeys(self._peers, 0)
         self._theirs: dict[int, defaultdict[str, deque[str]]] = {peer: defaultdict(deque) for peer in self._peers}
 
-    @property
-    def _notes_name(self) -> str:
-        return f"step {self._steps}"
-
-    @property
-    def _decisions_name(self) -> str:
-        return f"turns of step {self._steps}"
-
     def begin_step(self) -> None:
         self.rest()
         self._steps += 1
+        self._notes_name, self._decisions_name = f"step {self._steps}", f"turns of step {self._steps}"
         self._open = True
 
     def rest(self) -> None:

@@ -77,11 +77,7 @@ class Mailbox:
     """
 
     def __init__(
-        self,
-        key: Hashable,
-        senders: frozenset[str],
-        forget: Callable[[Mailbox], None],
-        budget: ByteBudget | None = None,
+        self, key: Hashable, senders: frozenset[str], forget: Callable[[Mailbox], None], budget: ByteBudget
     ) -> None:
         self.key = key
         self.senders = senders
@@ -103,7 +99,7 @@ class Mailbox:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._messages or self._error, timeout):
-                raise TimeoutError(f"no result for {self._name} within {timeout} s")
+                raise TimeoutError(f"no result for {self.key!r} within {timeout} s")
             message = self._take()
         assert message is not None
         return message.open()
@@ -135,7 +131,7 @@ class Mailbox:
     def close(self) -> None:
         """Drop the messages that are here, and later ones. Idempotent."""
         self._forget(self)
-        self.fail(ChannelClosedError(f"the mailbox of {self._name} is closed"))
+        self.fail(ChannelClosedError(f"the mailbox of {self.key!r} is closed"))
         with self._changed:
             self._closed = True
             self._release(sum(message.size for message in self._messages))
@@ -154,8 +150,7 @@ class Mailbox:
         with self._changed:
             if not self._closed:
                 self._messages.append(message)
-                if self._budget is not None:
-                    self._budget.add(message.size)
+                self._budget.add(message.size)
                 self._wake()
 
     def fail(self, error: ChannelClosedError) -> None:
@@ -163,10 +158,6 @@ class Mailbox:
         with self._changed:
             self._error = self._error or error
             self._wake()
-
-    @property
-    def _name(self) -> str:
-        return repr(self.key)
 
     def _take(self) -> Message | None:
         self._release()
@@ -181,7 +172,7 @@ class Mailbox:
     def _release(self, more: int = 0) -> None:
         """The reader has finished the message that it took."""
         size, self._taken = self._taken + more, 0
-        if self._budget is not None and size:
+        if size:
             self._budget.add(-size)
 
     def _wake(self) -> None:
@@ -189,12 +180,7 @@ class Mailbox:
         waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                loop.call_soon_threadsafe(_wake_waiter, future)
-
-
-def _wake_waiter(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+                loop.call_soon_threadsafe(lambda future=future: future.done() or future.set_result(None))
 
 
 class Receiver:
@@ -268,7 +254,7 @@ class Receiver:
         After one of `senders` has gone, the empty mailbox raises ChannelClosedError. `paced`: the reader takes messages as they come and
         waits for nothing else, so a full mailbox may delay the workers.
         """
-        mailbox = Mailbox(key, frozenset(senders), self._forget, self._paced if paced else None)
+        mailbox = Mailbox(key, frozenset(senders), self._forget, self._paced if paced else ByteBudget(0))
         with self._lock:
             if self._closed:
                 raise ChannelClosedError("the results channel is closed")
