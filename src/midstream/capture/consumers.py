@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
@@ -185,11 +185,13 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
 LINGER, COLLECT_LINGER = 0.2, 10.0
 
 
+@dataclass(eq=False)
 class Delivery:
     """The delivery of one request's rows to one consumer.
 
     Attributes:
         selected: the planes and rows that the consumer gets.
+        report: called with the error.
         seen: the planes of which rows have come.
         empty: `Rows` without rows, for planes of which none have come.
         error: why the consumer did not get all rows.
@@ -197,30 +199,22 @@ class Delivery:
         finished: done once the consumer has all rows, or gets no more; `wait` returns.
     """
 
-    def __init__(
-        self,
-        thread: ConsumerThread,
-        info: CaptureInfo,
-        selected: Selected,
-        report: Callable[[CaptureError], None] | None,
-    ) -> None:
-        self.thread, self.selected = thread, selected
-        self.info = replace(info, planes=tuple(selected))
-        self.report = report  # called with the error
-        self.seen: set[PlaneKey] = set()
-        self.empty: dict[PlaneKey, Rows] = {}
-        self.error: CaptureError | None = None
-        self.begun = False
-        self.finished: Future[None] = Future()
+    thread: ConsumerThread
+    info: CaptureInfo
+    selected: Selected
+    report: Callable[[CaptureError], None] | None
+    seen: set[PlaneKey] = field(default_factory=set)
+    empty: dict[PlaneKey, Rows] = field(default_factory=dict)
+    error: CaptureError | None = None
+    begun: bool = False
+    finished: Future[None] = field(default_factory=Future)
 
     @property
     def done(self) -> bool:
         return self.finished.done()
 
 
-class _QueuedCall(NamedTuple):
-    delivery: Delivery
-    run: Callable[[], None]
+_QueuedCall = tuple[Delivery, Callable[[], None]]
 
 
 class ConsumerThread:
@@ -259,7 +253,7 @@ class ConsumerThread:
         self, info: CaptureInfo, selected: Selected, report: Callable[[CaptureError], None] | None = None
     ) -> Delivery | None:
         """A request begins. None if the thread is closed."""
-        delivery = Delivery(self, info, selected, report)
+        delivery = Delivery(self, replace(info, planes=tuple(selected)), selected, report)
         with self._changed:
             if self.queue.closed:
                 return None
@@ -318,7 +312,7 @@ class ConsumerThread:
             return self._close_error
 
     def _put(self, delivery: Delivery, run: Callable[[], None], size: int = 0) -> None:
-        if not self.queue.put(_QueuedCall(delivery, run), size):
+        if not self.queue.put((delivery, run), size):
             request = delivery.info.request_id
             delivery.error = CaptureError(f"{self.name} was closed before the capture of request {request!r} ended")
             self._finish(delivery)
@@ -375,11 +369,12 @@ class ConsumerThread:
                     return True  # a request has just begun
                 self.queue.close()
                 return len(self.queue) > 0
+        delivery, run = queued
         try:
-            queued.run()
+            run()
         except BaseException as error:  # the thread must live: callers wait for it
-            self._fail(queued.delivery, "handling its capture", error)
-            self._finish(queued.delivery)
+            self._fail(delivery, "handling its capture", error)
+            self._finish(delivery)
         self._used = time.monotonic()
         self.queue.task_done()
         return True

@@ -214,14 +214,11 @@ class SharedBody:
         for number in numbers:
             if (published := self.values.get(number)) is not None:
                 published.ranks.discard(rank)
-                self.forget_if_unread(number)
+                if not published.ranks:
+                    del self.values[number]
+                    self.forgotten = max(self.forgotten, number)
             elif number > self.forgotten:
                 self.waived[number].add(rank)
-
-    def forget_if_unread(self, number: int) -> None:
-        if number in self.values and not self.values[number].ranks:
-            del self.values[number]
-            self.forgotten = max(self.forgotten, number)
 
     def leave(self, rank: int) -> None:
         """A rank will not fetch anything of the body any more."""
@@ -321,7 +318,7 @@ class Link:
             known.values[number] = published
             for reader in asked:
                 known.note_answer(number, reader)
-            known.forget_if_unread(number)
+            known.without(self.rank, [number])
             if held.ready and number in known.values:
                 self._on_device.add(published)
         for reader in asked:

@@ -334,12 +334,12 @@ class TensorParallel(Peers):
     several = True
 
     def __init__(self, layouts: ShardLayouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
-        self._layouts: Mapping[Any, dict[Ref, ShardLayout]] = layouts
+        self._layouts = layouts
         self._gather = gather
         self._link = link
         self._peers = [peer for peer in range(link.size) if peer != link.rank]
-        self._shards = {
-            key: {ref: self._shard(layout) for ref, layout in each.items()} for key, each in self._layouts.items()
+        self._shards: dict[Key, dict[Ref, Sharding]] = {
+            key: {ref: self._shard(layout) for ref, layout in each.items()} for key, each in layouts.items()
         }
         self._steps = 0
         self._diverged: dict[str, str] = {}
@@ -357,7 +357,7 @@ class TensorParallel(Peers):
         return self._shards.get(key, {})
 
     def applied(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:
-        def convert(kind: str, ref: Ref, leaf: torch.Tensor) -> torch.Tensor:
+        def convert(kind: Kind, ref: Ref, leaf: torch.Tensor) -> torch.Tensor:
             layout = self._layouts.get((path, kind), {}).get(ref)
             if layout is None:
                 return leaf

@@ -180,7 +180,12 @@ class Mailbox:
         waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                loop.call_soon_threadsafe(lambda future=future: future.done() or future.set_result(None))
+                loop.call_soon_threadsafe(_wake_waiter, future)
+
+
+def _wake_waiter(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class Receiver:
