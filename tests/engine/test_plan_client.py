@@ -216,7 +216,7 @@ def test_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM
     engine.generate([[20 + i] * 200 for i in range(60)], plan=plan, max_tokens=1, **GREEDY)
     assert sum(rows) == 60 * 200 * 8
     assert max(waiting) < 40e6
-    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._connection.receiver.paced_waiting == 0
+    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._connection.receiver._paced.used == 0
     engine.sinks.close()
 
 

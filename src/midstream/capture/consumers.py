@@ -209,10 +209,6 @@ class Delivery:
     begun: bool = False
     finished: Future[None] = field(default_factory=Future)
 
-    @property
-    def done(self) -> bool:
-        return self.finished.done()
-
 
 _QueuedCall = tuple[Delivery, Callable[[], None]]
 
@@ -259,7 +255,7 @@ class ConsumerThread:
                 return None
             self._open.add(delivery)
             self.check()
-            if not delivery.done:
+            if not delivery.finished.done():
                 self._put(delivery, partial(self._begin, delivery))
         return delivery
 
@@ -289,7 +285,7 @@ class ConsumerThread:
     def wait(self, delivery: Delivery) -> CaptureError | None:
         """Wait until the consumer has taken all rows of an ended request and flushed them. Returns the error, if there is one."""
         with self._changed:
-            self._wait_until(lambda: delivery.done)
+            self._wait_until(delivery.finished.done)
         return delivery.error
 
     def check(self) -> None:
@@ -330,7 +326,7 @@ class ConsumerThread:
 
     def _finish(self, delivery: Delivery) -> None:
         with self._changed:
-            if first := not delivery.done:
+            if first := not delivery.finished.done():
                 delivery.finished.set_result(None)
             self._open.discard(delivery)
             self._changed.notify_all()

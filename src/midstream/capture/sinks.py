@@ -223,7 +223,7 @@ class RequestCapture:
 
     async def delivered(self) -> None:
         """Wait until the consumers have taken all rows of the ended request, files included. Holds up no thread."""
-        while waiting := [delivery for delivery in self._deliveries if not delivery.done]:
+        while waiting := [delivery for delivery in self._deliveries if not delivery.finished.done()]:
             finished = [asyncio.wrap_future(delivery.finished) for delivery in waiting]
             await asyncio.wait(finished, timeout=_CHECK_SECONDS)
             for delivery in waiting:

@@ -88,7 +88,7 @@ class Mailbox:
         self._error: ChannelClosedError | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     # For the reader.
 
@@ -112,17 +112,15 @@ class Mailbox:
 
     async def aget(self) -> tuple[Any, Any]:
         """`get` for asyncio, without a timeout: `asyncio.wait_for` adds one, and loses no message when it fires."""
-        loop = asyncio.get_running_loop()
         while True:
             with self._changed:
                 message = self._take()
                 if message is None:
-                    waiter = (loop, loop.create_future())
-                    self._waiters.append(waiter)
+                    self._waiters.append(waiter := asyncio.get_running_loop().create_future())
             if message is not None:
                 return message.open()
             try:
-                await waiter[1]
+                await waiter
             finally:
                 with self._changed:
                     if waiter in self._waiters:
@@ -178,9 +176,9 @@ class Mailbox:
     def _wake(self) -> None:
         self._changed.notify_all()
         waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
+        for future in waiters:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                loop.call_soon_threadsafe(_wake_waiter, future)
+                future.get_loop().call_soon_threadsafe(_wake_waiter, future)
 
 
 def _wake_waiter(future: asyncio.Future[None]) -> None:
@@ -202,8 +200,8 @@ class Receiver:
     Attributes:
         when_gone: called with a worker's name, on its own thread, when the worker has gone.
 
-    Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced mailboxes; `connected`, names of the connected workers; `lost`, names of
-    workers that went without closing; `dropped`, messages without a mailbox.
+    Gauges: `open_mailboxes`; `connected`, names of the connected workers; `lost`, names of workers that went without closing; `dropped`,
+    messages without a mailbox.
     """
 
     def __init__(
@@ -243,10 +241,6 @@ class Receiver:
     @property
     def open_mailboxes(self) -> int:
         return len(set(self._mailboxes.values()))
-
-    @property
-    def paced_waiting(self) -> int:
-        return self._paced.used
 
     @property
     def connected(self) -> list[str]:
@@ -404,8 +398,7 @@ class Receiver:
     ) -> None:
         bodies = [wire.receive(sock, part.body) for part in frame.parts]
         parts = [[self._header(each) for each in part.headers] for part in frame.parts]
-        takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
-        is_wanted = any(map(any, takers))
+        is_wanted = self._handle is not None or any(header.key in self._mailboxes for each in parts for header in each)
         sizes = [part.payload for part in frame.parts]
         payload = torch.empty(0, dtype=torch.uint8)
         lost: str | None = None
@@ -416,6 +409,7 @@ class Receiver:
         if any(sizes):
             lost = slots.read(payload.numpy() if is_wanted and lost is None else None) or lost
         if not is_wanted:
+            self._note_dropped(sum(map(len, parts)))
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
             return
@@ -429,23 +423,26 @@ class Receiver:
                 partial(codec.unpack, body, codec.resolve_tensors(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
             ]
-        for part, headers, its_takers, load in zip(frame.parts, parts, takers, loads, strict=True):
+        take = self._handle or self._put
+        for part, headers, load in zip(frame.parts, parts, loads, strict=True):
             its_loads: list[Callable[[], Any]] = [load]
             if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
                 values = load()
                 if isinstance(values, UnsendableError):
                     values = [values] * len(headers)
                 its_loads = [partial(itself, value) for value in values]
-            for take, header, each in zip(its_takers, headers, its_loads, strict=True):
-                if take is not None:
-                    take(Message(header, part.payload // len(headers), each))
+            for header, each in zip(headers, its_loads, strict=True):
+                take(Message(header, part.payload // len(headers), each))
 
-    def _taker(self, key: Hashable) -> Callable[[Message], None] | None:
-        if (mailbox := self._mailboxes.get(key)) is not None:
-            return mailbox.deliver
+    def _put(self, message: Message) -> None:
+        if (mailbox := self._mailboxes.get(message.header.key)) is not None:
+            mailbox.deliver(message)
+        else:
+            self._note_dropped(1)
+
+    def _note_dropped(self, count: int) -> None:
         with self._lock:
-            self.dropped += 1
-        return None
+            self.dropped += count
 
 
 def _is_welcome(sock: socket.socket) -> bool:
