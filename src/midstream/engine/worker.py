@@ -180,15 +180,11 @@ class Worker(PlatformWorker):
         sites = settings.sites_in_graphs(tensor.world_size)
         built_in = buildable_points(arch, sites) if compiles(config) else []
         points = built_in if compiles(config) else points_of(arch)
-        several = self._tensor_ranks is not None
-        self._free_sites = sorted(
-            {point[0] for point in points if not (several and arch.shard_of(arch.bindings[point]))}
-        )
+        self._free_sites = sorted({point[0] for point in points if arch.shard_of(arch.bindings[point]) is None})
         if config.lora_config is not None:
             self._adapters = Adapters(self.model_runner.lora_manager._adapter_manager)
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
-        self._has_built_in = any(exchange_in(pipeline)(bool(built_in)))  # the stages agree on the size of a graph
         forms = {(arch.widths[p], arch.bindings[p].residual is not None) for p in buildable_points(arch, sites)}
         for width, dual in forms:
             self.plans.tables.warm_up(width, dual, config.model_config.dtype)
@@ -251,7 +247,9 @@ class Worker(PlatformWorker):
         stage, first_of_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
         points = points_of(arch)
         widths = {point: arch.widths[point] for point in points}
-        pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
+        exchange = exchange_in(get_pp_group())
+        pipeline = Pipeline.gathered(stage, widths, built_in, exchange)
+        self._has_built_in = bool(pipeline.built_in)  # the same on all stages, which agree on the size of a graph
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         head_dims = self._model_arch.head_dims
         reasons = {
@@ -260,9 +258,7 @@ class Worker(PlatformWorker):
             if site == "attn_q"
             and (reason := why_not_again(self._runner.model.get_submodule(binding.path))) is not None
         }
-        unsupported = {
-            layer: reason for stage in exchange_in(get_pp_group())(reasons) for layer, reason in stage.items()
-        }
+        unsupported = {layer: reason for of_stage in exchange(reasons) for layer, reason in of_stage.items()}
         facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers, head_dims, unsupported)
         tables: Tables
         if self.device.type == "cuda":
