@@ -534,12 +534,13 @@ class Worker(PlatformWorker):
         """Hold these weights for traces, and drop all others: the digests in `kept`, and new weights by their digests."""
         self.midstream.set_weights(kept, new)
 
-    def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
-        """Register named vectors: name -> (little-endian float32, digest)."""
-        self.plans.vectors.set(vectors)
+    def midstream_vectors(self, what: str, *args: Any) -> Any:
+        """Call a method of the named vectors: `set` or `delete`."""
+        return getattr(self.plans.vectors, what)(*args)
 
-    def midstream_delete_vectors(self, names: Sequence[str]) -> None:
-        self.plans.vectors.delete(names)
+    def midstream_runs(self, what: str, *args: Any) -> Any:
+        """Call a method of the recorded runs: `list`, `delete` or `lease`."""
+        return getattr(self.plans.runs, what)(*args)
 
     def midstream_load_adapter(self, adapter: bytes) -> str | None:
         """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails.
@@ -553,17 +554,6 @@ class Worker(PlatformWorker):
         except Exception as error:
             return f"{error}"
         return None
-
-    def midstream_list_runs(self) -> list[dict[str, Any]]:
-        """The recorded runs: id, name, bytes, leases, sites, layers, positions."""
-        return self.plans.runs.list()
-
-    def midstream_delete_runs(self, ids: Sequence[str]) -> None:
-        self.plans.runs.delete(ids)
-
-    def midstream_lease_runs(self, ids: Sequence[str], by: int) -> list[str]:
-        """Keep runs for requests that will need them (`by=1`), or release them (-1). Returns the ids of runs that do not exist."""
-        return self.plans.runs.lease(ids, by)
 
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.reports.sender is not None:

@@ -96,9 +96,7 @@ class EngineConnection:
         self._senders: list[str] = []
         self._interrupted: list[str] = []  # ids of traces
         self.vectors = Vectors()
-        self.runs = Runs(
-            lambda what, *args: self.call_workers(f"midstream_{what}_runs", *args), None if is_async else self.finish
-        )
+        self.runs = Runs(partial(self.call_workers, "midstream_runs"), None if is_async else self.finish)
         self.weights = HeldWeights(
             Settings.of(self.config).weight_bytes, partial(self.call_workers, "midstream_set_weights")
         )
@@ -295,10 +293,10 @@ class EngineConnection:
             put, gone = changes = self.vectors.take_changes()
             try:
                 if gone:
-                    await self.call_workers("midstream_delete_vectors", gone)
+                    await self.call_workers("midstream_vectors", "delete", gone)
                 if put:
                     data = {name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()}
-                    await self.call_workers("midstream_set_vectors", data)
+                    await self.call_workers("midstream_vectors", "set", data)
             except BaseException:
                 self.vectors.put_back(changes)
                 raise
