@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from midstream.errors import NeverReachedError
 from midstream.ranks.link import Link
 
 
@@ -32,7 +33,7 @@ def connect(rank: int, pipe: Connection) -> Link:
 
 
 def finish(link: Link, pipe: Connection) -> None:
-    link.end("body", "over")
+    link.end("body", NeverReachedError("over"))
     while any(link.gauges().values()):
         time.sleep(0.001)
     pipe.send(None)

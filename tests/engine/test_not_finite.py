@@ -82,7 +82,7 @@ def test_nothing_of_an_overflowed_run_is_kept(engine: VLLM) -> None:
     finally:
         engine.plan = None
     assert type(error) is NotFiniteError
-    assert engine.engine.collective_rpc("midstream_list_runs") == [[]]
+    assert engine.engine.collective_rpc("midstream_runs", args=("list",)) == [[]]
     assert answers(engine) == before
 
 

@@ -222,7 +222,7 @@ def test_a_name_whose_vector_the_front_end_cannot_know_shares_with_nobody(stock:
     prompt = prompt_of(plain, 2 * BLOCK + 8)
     for seed in (1, 2):
         data = vector(seed).numpy()
-        stock.collective_rpc("midstream_set_vectors", args=({"v": (data.tobytes(), Vector(data).digest)},))
+        stock.collective_rpc("midstream_vectors", args=("set", {"v": (data.tobytes(), Vector(data).digest)}))
         for _ in range(2):
             (output,) = submit(stock, [prompt], [Steer("resid_post", layers=1, vector="v")], max_tokens=4)
             assert output.num_cached_tokens == 0
@@ -242,9 +242,9 @@ def test_a_refused_plan_leaves_those_beside_it_as_they_are(
     edit = patch(list(range(10, 90)), seed=7)
     gone = [edit, Steer("resid_post", layers=5, vector="gone", phase="decode")]
     data = vector(8).numpy()
-    stock.collective_rpc("midstream_set_vectors", args=({"gone": (data.tobytes(), Vector(vector(8)).digest)},))
+    stock.collective_rpc("midstream_vectors", args=("set", {"gone": (data.tobytes(), Vector(vector(8)).digest)}))
     submit(stock, [prompt], [gone], max_tokens=1)
-    stock.collective_rpc("midstream_delete_vectors", args=(["gone"],))
+    stock.collective_rpc("midstream_vectors", args=("delete", ["gone"]))
     assert stock.reset_prefix_cache()
     if not holds:
         monkeypatch.setattr(cache.AcceptedPlans, "held_from", lambda self, request: None)

@@ -95,7 +95,7 @@ def test_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine: VL
     """Somebody has taken the vector away behind the client's back."""
     engine.vectors["gone"] = vector()
     engine.generate(FRANCE, max_tokens=1)  # the workers get the vector
-    engine.engine.collective_rpc("midstream_delete_vectors", args=(["gone"],))
+    engine.engine.collective_rpc("midstream_vectors", args=("delete", ["gone"]))
     try:
         plans = [
             None,
@@ -145,7 +145,7 @@ def test_runs_are_listed_and_held_while_requests_use_them(engine: VLLM, plain: P
 def test_a_run_that_the_workers_dropped_is_an_error_before_the_run(engine: VLLM) -> None:
     """It was dropped for another one, and the client does not know yet."""
     run, other = engine.record(ITALY, sites="resid_post"), engine.record(FRANCE, sites="resid_post")
-    engine.engine.collective_rpc("midstream_delete_runs", args=([run.id],))
+    engine.engine.collective_rpc("midstream_runs", args=("delete", [run.id]))
     before = steps(engine)
     plan = [Patch("resid_post", layer=3, position=3, source=source) for source in (other, run)]
     with pytest.raises(PlanError, match=f"{run.name!r} is not there any more"):
@@ -216,7 +216,7 @@ def test_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM
     engine.generate([[20 + i] * 200 for i in range(60)], plan=plan, max_tokens=1, **GREEDY)
     assert sum(rows) == 60 * 200 * 8
     assert max(waiting) < 40e6
-    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._connection.receiver.paced_waiting == 0
+    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._connection.receiver._paced.used == 0
     engine.sinks.close()
 
 

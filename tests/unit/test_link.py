@@ -151,7 +151,7 @@ def is_idle(link):
 def finish(links, *bodies):
     for link in links:
         for body in bodies:
-            link.end(body, "over")
+            link.end(body, NeverReachedError("over"))
     for link in links:
         eventually(lambda link=link: is_idle(link))
 
@@ -242,13 +242,13 @@ def test_ending_a_body_answers_fetches_of_values_that_were_never_published(pair)
     early = pair[1].fetch(0, "a", 1)
     eventually(lambda: pair[0].gauges()["parked_requests"] == 1)
     pair[0].publish("a", 2, torch.ones(1))
-    pair[0].end("a", "the request ended at token 3")
+    pair[0].end("a", NeverReachedError("the request ended at token 3"))
     with pytest.raises(NeverReachedError, match="ended at token 3"):
         wait(early)
     with pytest.raises(NeverReachedError, match="ended at token 3"):
         wait(pair[1].fetch(0, "a", 5))
     assert wait(pair[1].fetch(0, "a", 2)) == 1  # what was published stays for those that still run
-    pair[1].end("a", "over")
+    pair[1].end("a", NeverReachedError("over"))
     for link in pair:
         eventually(lambda link=link: is_idle(link))
         with pytest.raises(NeverReachedError):
@@ -260,7 +260,7 @@ def test_other_ranks_learn_that_a_body_failed(pair):
     """E12: without a request, and as the answer to one."""
     assert pair[1].failure_of("a") is None
     fetch = pair[1].fetch(0, "a", 1)
-    pair[0].end("a", "it raised", failed=True)
+    pair[0].end("a", StageFailedError("it raised"))
     with pytest.raises(StageFailedError, match="it raised"):
         wait(fetch)
     eventually(lambda: isinstance(pair[1].failure_of("a"), StageFailedError))
@@ -301,10 +301,10 @@ def test_values_are_kept_until_every_rank_has_ended_the_body():
         links[0].publish("b", 1, torch.ones(10))
         assert links[0].gauges()["published_bytes"] == 4040
         for link in links[:2]:
-            link.end("a", "over")
+            link.end("a", NeverReachedError("over"))
         wait(links[2].fetch(0, "a", 1))
         assert links[0].gauges()["published"] == 2
-        links[2].end("a", "over")
+        links[2].end("a", NeverReachedError("over"))
         eventually(lambda: links[0].gauges()["published_bytes"] == 40)
         finish(links, "b")
 
@@ -358,7 +358,7 @@ def test_many_bodies_leave_memory_flat(pair):
                 assert wait(pair[1].fetch(0, body, number))[0] == number
         pair[1].fetch(0, body, 99)
         for link in pair:
-            link.drop([body]) if way == "dropped" else link.end(body, "over")
+            link.drop([body]) if way == "dropped" else link.end(body, NeverReachedError("over"))
 
     for i in range(500):
         run(f"body {i}", ("ended", "dropped", "not fetched")[i % 3])
@@ -393,7 +393,7 @@ def test_a_rank_that_has_ended_the_body_need_not_waive(late):
         if not late:
             links[0].publish("a", 0, torch.ones(3))
         links[1].waive(0, {"a": [0]})
-        links[2].end("a", "over")
+        links[2].end("a", NeverReachedError("over"))
         assert [wait(link.fetch(0, "other", 0)) for link in links[1:]] == [1, 1]  # by now rank 0 has seen both
         if late:
             links[0].publish("a", 0, torch.ones(3))
@@ -454,7 +454,7 @@ def test_one_rank_alone_keeps_nothing():
     with linked(1) as (link,):
         link.publish("a", 1, torch.ones(3))
         link.end_step()
-        link.end("a", "over")
+        link.end("a", NeverReachedError("over"))
         assert is_idle(link)
 
 
@@ -508,7 +508,7 @@ def test_sending_ahead_stops_at_the_first_unused_value(pair, waives):
     assert pair[0]._senders[1].stats["messages"] == sent + 1
     assert pair[1].gauges()["sent_ahead"] == (0 if waives else 1)
     assert step(pair, 16) is False
-    pair[1].end("a", "over")
+    pair[1].end("a", NeverReachedError("over"))
     assert pair[1].gauges()["sent_ahead"] == 0
     finish(pair, "a")
 
@@ -541,7 +541,7 @@ def test_a_value_sent_ahead_answers_an_open_fetch(pair):
 def _publish_sample(link):
     link.publish("a", 1, sample())
     link.publish("a", 2, (threading.Lock(),))
-    link.end("a", "over there")
+    link.end("a", NeverReachedError("over there"))
 
 
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "several machines"])
@@ -556,7 +556,7 @@ def test_other_processes(machines):
                 wait(link.fetch(rank, "a", 3))
         assert results() == [None, None]
         assert (link._receiver.address["tcp"] is not None) == machines
-        link.end("a", "over")
+        link.end("a", NeverReachedError("over"))
         eventually(lambda: is_idle(link))
 
 
@@ -572,7 +572,7 @@ def _talk(link):
         total += asked.wait()[-1].item()
         if number:
             total += link.fetch(peer, "a", number - 1).wait()[-1].item()
-    link.end("a", "over")
+    link.end("a", NeverReachedError("over"))
     return total
 
 
@@ -622,8 +622,8 @@ def test_a_rank_that_was_closed_is_an_error(pair):
     with pytest.raises(EngineClosedError, match="rank 1 has gone"):
         wait(pair[0].fetch(1, "a", 2))
     pair[0].publish("b", 1, torch.ones(3))
-    pair[0].end("a", "over")
-    pair[0].end("b", "over")
+    pair[0].end("a", NeverReachedError("over"))
+    pair[0].end("b", NeverReachedError("over"))
     assert is_idle(pair[0])
 
 

@@ -19,7 +19,7 @@ from limits import examples
 
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.ranks import merge
-from midstream.ranks.merge import Absent, merged_description, merged_outcomes
+from midstream.ranks.merge import Absent, merged_outcomes
 from midstream.trace.outcome import Failure, Outcome
 from midstream.trace.tracer import Cache, CacheEntry
 
@@ -366,61 +366,3 @@ def test_one_stage_is_left_as_it_is() -> None:
     """C9: without pipeline stages nothing is merged."""
     outcomes = [made({"a": object()})]
     assert merged_outcomes([outcomes]) is outcomes
-
-
-# The model as a whole.
-
-
-def described(stage: int, tensor: int = 0) -> dict[str, Any]:
-    """The description by one stage of a model of four layers; stage 0 has two of them, and the embedding."""
-    mine = (0, 1) if stage == 0 else (2, 3)
-    modules = {
-        "": "M",
-        "model": "Inner",
-        "model.embed": "Embedding" if stage == 0 else "PPMissingLayer",
-        "model.layers": "ModuleList",
-    }
-    for layer in range(4):
-        modules[f"model.layers.{layer}"] = "Layer" if layer in mine else "PPMissingLayer"
-        if layer in mine:
-            modules[f"model.layers.{layer}.mlp"] = "MLP"
-    modules["model.norm"] = "Norm" if stage == 1 else "PPMissingLayer"
-    return {
-        "stage": [stage, 2],
-        "tensor": [tensor, 2],
-        "layers": list(mine),
-        "modules": modules,
-        "shapes": {f"model.layers.{layer}": f"[T, {64 + tensor}]" for layer in mine},
-        "sites": ["mlp_out", "resid_post", "embed"] if stage == 0 else ["logits", "mlp_out", "resid_pre", "resid_post"],
-        "num_layers": 4,
-        "hidden_size": 64,
-        "widths": {f"resid_post/{layer}": 64 for layer in mine},
-        "points": {f"mlp_out/{layer}": f"model.layers.{layer}.mlp.output" for layer in mine},
-        "values": {f"model.layers.{layer}.mlp.output": f"mlp_out/{layer}" for layer in mine},
-        "dtype": "bfloat16",
-    }
-
-
-def test_the_model_is_described_as_a_whole() -> None:
-    """C8: each stage lists its modules, which replace placeholders, whatever the order of the ranks."""
-    ranks = [described(stage, tensor) for stage in (0, 1) for tensor in (0, 1)]
-    for each in (ranks, ranks[::-1]):
-        whole = merged_description(each)
-        assert "PPMissingLayer" not in whole["modules"].values()
-        assert [path for path in whole["modules"] if path.endswith("mlp")] == [
-            f"model.layers.{i}.mlp" for i in range(4)
-        ]
-        assert whole["shapes"] == {f"model.layers.{i}": "[T, 64]" for i in range(4)}
-        assert whole["sites"] == ["resid_pre", "mlp_out", "resid_post", "embed", "logits"]
-        assert list(whole["widths"]) == [f"resid_post/{i}" for i in range(4)]
-        assert whole["values"] == {f"model.layers.{i}.mlp.output": f"mlp_out/{i}" for i in range(4)}
-        assert whole["layers"] == [0, 1, 2, 3] and whole["num_layers"] == 4
-
-
-def test_one_rank_describes_itself() -> None:
-    """C8: without stages the description is the rank's own."""
-    alone = {key: value for key, value in described(0).items() if key not in ("stage", "tensor", "layers")}
-    assert {key: merged_description([alone])[key] for key in alone} == {
-        **alone,
-        "sites": ["mlp_out", "resid_post", "embed"],
-    }

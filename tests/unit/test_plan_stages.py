@@ -21,7 +21,7 @@ from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.capture.rows import Rows
-from midstream.errors import CaptureError, PlanError
+from midstream.errors import CaptureError, NeverReachedError, PlanError
 from midstream.plan.captures import Planes
 from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.ops.edit import point_of
@@ -143,7 +143,7 @@ def test_a_stage_that_never_gives_its_rows_is_a_plan_error_and_no_wait() -> None
     with linked(2) as links:
         stages = [Stage(rank, 2, link) for rank, link in enumerate(links)]
         sources = stages[0].sources("a", CROSSING)
-        links[1].end("sources of a, 5", "it was refused there")
+        links[1].end("sources of a, 5", NeverReachedError("it was refused there"))
         with pytest.raises(PlanError, match=r"Patch\.source: .*it was refused there"):
             stages[0].compiled(CROSSING, sources)
         sources.close()

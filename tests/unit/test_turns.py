@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.engine.turns import StepTurns
+from midstream.engine.scheduler import StepTurns
 
 
 class Clock:

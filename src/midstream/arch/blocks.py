@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from midstream.arch.aliases import Aliases, Rename, ends_with
+from midstream.arch.aliases import Aliases, ends_with
 from midstream.arch.probe import Leaf, ModuleCall, Probe, planted_embedding
 from midstream.errors import ArchitectureError
 from midstream.sites import Binding
@@ -48,11 +48,11 @@ PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 class RoleNames:
     """The user's names for each role, followed by the standard ones."""
 
-    def __init__(self, rename: Rename | None = None) -> None:
+    def __init__(self, aliases: Aliases) -> None:
         self._own: dict[str, list[str]] = {}
-        for name, aliases in Aliases(rename).rename.items():
-            for role in aliases:
-                self._own.setdefault(role, []).append(name.lstrip("."))
+        for name, roles in aliases.by_path().items():
+            for role in roles:
+                self._own.setdefault(role, []).append(name)
 
     def own(self, role: str) -> list[str]:
         """The user's names for this role."""
@@ -389,13 +389,16 @@ class DecoderBlock:
 
     def _norm_of(self, out: Leaf, after: int) -> ModuleCall | None:
         """The norm that takes only this tensor. A fused add and norm takes two."""
-        for child in self.children:
-            if child.started < after or not is_norm(child.module, child.path):
-                continue
-            taken = stream_leaves(child.inputs, self.like)
+        for norm in self._norms(after, self.call.ended):
+            taken = stream_leaves(norm.inputs, self.like)
             if len(taken) == 1 and taken[0].same(out):
-                return child
+                return norm
         return None
+
+    def _norms(self, after: int, before: int) -> list[ModuleCall]:
+        """The block's own norms that run between two moments."""
+        between = [child for child in self.children if after < child.started and child.ended < before]
+        return [child for child in between if is_norm(child.module, child.path)]
 
     def _middle(self, attn: SubLayer, mlp: SubLayer) -> Binding | None:
         """The stream between attention and MLP: the input of the norm before the MLP, or of the MLP itself.
@@ -420,26 +423,20 @@ class DecoderBlock:
 
     def _producer(self, mlp: SubLayer) -> ModuleCall | None:
         """The norm whose output the MLP reads. Modules in between that return their input, such as dropout, are skipped."""
-        before = [child for child in self.children if child.ended < mlp.first.started]
-        for child in reversed(before):
-            given = any(leaf.same(mlp.source) for leaf in child.returned)
-            unchanged = any(leaf.same(mlp.source) for leaf in child.inputs)
-            if given and not unchanged and is_norm(child.module, child.path):
-                return child
+        for norm in reversed(self._norms(self.call.started, mlp.first.started)):
+            given = any(leaf.same(mlp.source) for leaf in norm.returned)
+            unchanged = any(leaf.same(mlp.source) for leaf in norm.inputs)
+            if given and not unchanged:
+                return norm
         return None
 
     def _norm_between(self, attn: SubLayer, mlp: SubLayer) -> ModuleCall | None:
         """The norm between attention and MLP that reads the stream, where the MLP gets a copy of its output (GraniteMoeShared)."""
         added = stream_leaves(attn.last.outputs, self.like)
-        for child in reversed(self.children):
-            if (
-                attn.last.ended < child.started
-                and child.ended < mlp.first.started
-                and is_norm(child.module, child.path)
-            ):
-                taken = stream_leaves(child.inputs, self.like)
-                if taken and not any(taken[0].same(leaf) for leaf in added):
-                    return child
+        for norm in reversed(self._norms(attn.last.ended, mlp.first.started)):
+            taken = stream_leaves(norm.inputs, self.like)
+            if taken and not any(taken[0].same(leaf) for leaf in added):
+                return norm
         return None
 
     def _neurons(self, mlp: SubLayer) -> Binding | None:

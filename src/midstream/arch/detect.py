@@ -187,7 +187,7 @@ def detect(
     modules = dict(root.named_modules())
     aliases = Aliases(rename, modules)
     aliases.check(modules, ROLES)
-    names, shards = RoleNames(aliases.by_path()), shards or ShardFinder()
+    names, shards = RoleNames(aliases), shards or ShardFinder()
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
     probe = _probed(root, run, containers, names, shards)
     container = _the_container(containers, modules, probe, names)

@@ -73,14 +73,8 @@ class AttentionSettings:
         Args:
             mask_TT: the prompt's part of `mask`, for all heads or for each.
         """
-        if mask_TT is None:
-            at = torch.arange(len(q_TND), device=q_TND.device)
-            mask_TT = self._attends(at[:, None] - at)
-        scores_NTT = self._scores(q_TND, k_TKD)
-        if mask_TT.dtype == torch.bool:
-            scores_NTT = scores_NTT.masked_fill(~mask_TT, float("-inf"))
-        else:
-            scores_NTT = scores_NTT + mask_TT
+        at = torch.arange(len(q_TND), device=q_TND.device)
+        scores_NTT, _ = self._scores(q_TND, k_TKD, at[:, None] - at, mask_TT)
         return self._softmax(scores_NTT).to(q_TND.dtype)
 
     def attended(
@@ -101,14 +95,7 @@ class AttentionSettings:
             cut_NQS: bool, the edges to leave out.
             mask_NQS: a part of `mask`; None if `window` alone decides which keys count.
         """
-        scores_NQS = self._scores(q_QND, k_SKD)
-        if mask_NQS is None:
-            attends_NQS = self._attends(back_QS)[None]
-        elif mask_NQS.dtype == torch.bool:
-            attends_NQS = mask_NQS
-        else:  # transformers adds the lowest number of the dtype to scores that do not count
-            attends_NQS = mask_NQS > torch.finfo(mask_NQS.dtype).min / 2
-            scores_NQS = scores_NQS + mask_NQS
+        scores_NQS, attends_NQS = self._scores(q_QND, k_SKD, back_QS, mask_NQS)
         loses_NQ = (attends_NQS & cut_NQS).any(-1)
         left_NQS = attends_NQS & ~cut_NQS
         scores_NQS = scores_NQS.masked_fill(~left_NQS, float("-inf"))
@@ -118,16 +105,21 @@ class AttentionSettings:
         new_QNE = torch.einsum("kgqs,ske->qkge", weights_KGQS, v_SKE.float()).flatten(1, 2)
         return torch.where(loses_NQ.T[..., None], new_QNE.to(z_QNE.dtype), z_QNE)
 
-    def _scores(self, q_TND: torch.Tensor, k_SKD: torch.Tensor) -> torch.Tensor:
-        """float32 `[N, T, S]`, of all keys."""
+    def _scores(
+        self, q_TND: torch.Tensor, k_SKD: torch.Tensor, back_TS: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The masked scores, float32 `[N, T, S]`, and where queries attend, bool `[N or 1, T, S]`."""
         q_TKGD = q_TND.unflatten(1, (k_SKD.shape[1], -1))
         scores_NTS = torch.einsum("qkgd,skd->kgqs", q_TKGD.float(), k_SKD.float()).flatten(0, 1) * self.scale
-        return scores_NTS if self.soft_cap is None else torch.tanh(scores_NTS / self.soft_cap) * self.soft_cap
-
-    def _attends(self, back_TS: torch.Tensor) -> torch.Tensor:
-        """Whether a query attends to a key that lies `back_TS` tokens before it."""
-        attends_TS = back_TS >= 0
-        return attends_TS if not self.window else attends_TS & (back_TS < self.window)
+        if self.soft_cap is not None:
+            scores_NTS = torch.tanh(scores_NTS / self.soft_cap) * self.soft_cap
+        if mask is not None and mask.dtype != torch.bool:
+            # transformers adds the lowest number of the dtype to scores that do not count
+            return scores_NTS + mask, mask > torch.finfo(mask.dtype).min / 2
+        attends = mask
+        if attends is None:
+            attends = (back_TS >= 0 if not self.window else (back_TS >= 0) & (back_TS < self.window))[None]
+        return scores_NTS.masked_fill(~attends, float("-inf")), attends
 
     def _softmax(self, scores_NTS: torch.Tensor) -> torch.Tensor:
         if self.sinks_N is None:

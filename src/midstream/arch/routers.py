@@ -26,7 +26,7 @@ def split_routers(root: nn.Module, rename: Rename | None = None) -> None:
         rename: the user's names, as for `detect`.
     """
     modules = dict(root.named_modules())
-    names = RoleNames(Aliases(rename, modules).by_path())
+    names = RoleNames(Aliases(rename, modules))
     for path, module in modules.items():
         has_matrix = getattr(getattr(module, "weight", None), "ndim", 0) == 2
         is_split = hasattr(module, ROUTER_LOGITS) or type(module).forward is nn.Linear.forward

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
@@ -81,7 +81,7 @@ class CaptureInfo:
 
 
 class RowConsumer(Protocol):
-    """Takes captured rows. Deriving from this class is optional.
+    """Takes captured rows. Deriving from this class is optional; its methods do nothing.
 
     An exception from begin, rows or end fails that request's capture only: the request's result is a CaptureError, no more of
     its rows come, and `end` is called with that error (unless begin raised it).
@@ -104,7 +104,7 @@ class RowConsumer(Protocol):
         """The engine closes. Called after the last request."""
 
 
-class LogConsumer:
+class LogConsumer(RowConsumer):
     """Logs one line per request: `Capture(..., to=(directory, Consumer("log", level="info")))`.
 
     Options: `level` (default "info"), `logger` (default "midstream.capture").
@@ -135,24 +135,12 @@ class LogConsumer:
         else:
             self._log.log(self._level, "request %s: captured %s", request_id, text or "nothing")
 
-    def close(self) -> None:
-        pass
 
-
-class CallableSink:
+class CallableSink(RowConsumer):
     """A function as a consumer: `fn(request_id, site, layer, positions, tensor)`, with `when=` if it has that parameter."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.rows = function
-
-    def begin(self, info: CaptureInfo) -> None:
-        pass
-
-    def end(self, request_id: str, error: Exception | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        self.rows = function  # type: ignore[method-assign]
 
 
 def takes_when(rows: Callable[..., Any]) -> bool:
@@ -197,11 +185,13 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
 LINGER, COLLECT_LINGER = 0.2, 10.0
 
 
+@dataclass(eq=False)
 class Delivery:
     """The delivery of one request's rows to one consumer.
 
     Attributes:
         selected: the planes and rows that the consumer gets.
+        report: called with the error.
         seen: the planes of which rows have come.
         empty: `Rows` without rows, for planes of which none have come.
         error: why the consumer did not get all rows.
@@ -209,30 +199,18 @@ class Delivery:
         finished: done once the consumer has all rows, or gets no more; `wait` returns.
     """
 
-    def __init__(
-        self,
-        thread: ConsumerThread,
-        info: CaptureInfo,
-        selected: Selected,
-        report: Callable[[CaptureError], None] | None,
-    ) -> None:
-        self.thread, self.selected = thread, selected
-        self.info = replace(info, planes=tuple(selected))
-        self.report = report  # called with the error
-        self.seen: set[PlaneKey] = set()
-        self.empty: dict[PlaneKey, Rows] = {}
-        self.error: CaptureError | None = None
-        self.begun = False
-        self.finished: Future[None] = Future()
-
-    @property
-    def done(self) -> bool:
-        return self.finished.done()
+    thread: ConsumerThread
+    info: CaptureInfo
+    selected: Selected
+    report: Callable[[CaptureError], None] | None
+    seen: set[PlaneKey] = field(default_factory=set)
+    empty: dict[PlaneKey, Rows] = field(default_factory=dict)
+    error: CaptureError | None = None
+    begun: bool = False
+    finished: Future[None] = field(default_factory=Future)
 
 
-class _QueuedCall(NamedTuple):
-    delivery: Delivery
-    run: Callable[[], None]
+_QueuedCall = tuple[Delivery, Callable[[], None]]
 
 
 class ConsumerThread:
@@ -243,6 +221,10 @@ class ConsumerThread:
 
     Args:
         queue_bytes: the limit for rows that are queued or being taken. Any one entry fits into an empty queue.
+
+    Attributes:
+        queue: of the consumer's calls. Closed, it refuses new requests: after the engine's end, or after it was idle for too long. The
+            consumer still takes what is queued.
     """
 
     def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
@@ -251,46 +233,29 @@ class ConsumerThread:
         self._timeout = timeout
         self._consumer: RowConsumer | None = None
         self._takes_when = False
-        self._queue: BoundedQueue[_QueuedCall] = BoundedQueue(queue_bytes)
-        self._changed = self._queue.changed  # guards what follows, too
+        self.queue: BoundedQueue[_QueuedCall] = BoundedQueue(queue_bytes)
+        self._changed = self.queue.changed  # guards what follows, too
         self._open: set[Delivery] = set()
         self._unflushed: list[Delivery] = []  # of ended requests, until the consumer has flushed them
         self._unflushed_since = self._used = time.monotonic()
         self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and its start
         self._finished = self._warned = False
         self._close_error: BaseException | None = None
-        self._queue.start(f"midstream-capture {self.name}", self._run)
+        self.queue.start(f"midstream-capture {self.name}", self._run)
 
     # Called by producers.
-
-    @property
-    def full(self) -> bool:
-        return self._queue.used >= self._queue.limit
-
-    @property
-    def closed(self) -> bool:
-        """Whether it refuses new requests: after `close`, or after it was idle for too long."""
-        return self._queue.closed
-
-    @property
-    def queued_bytes(self) -> int:
-        return self._queue.used
-
-    @property
-    def blocked_seconds(self) -> float:
-        return self._queue.blocked_seconds
 
     def open(
         self, info: CaptureInfo, selected: Selected, report: Callable[[CaptureError], None] | None = None
     ) -> Delivery | None:
         """A request begins. None if the thread is closed."""
-        delivery = Delivery(self, info, selected, report)
+        delivery = Delivery(self, replace(info, planes=tuple(selected)), selected, report)
         with self._changed:
-            if self.closed:
+            if self.queue.closed:
                 return None
             self._open.add(delivery)
-            self._find_stall()
-            if not delivery.done:
+            self.check()
+            if not delivery.finished.done():
                 self._put(delivery, partial(self._begin, delivery))
         return delivery
 
@@ -298,16 +263,16 @@ class ConsumerThread:
         """Queue rows of one plane each. Blocks while the queue is full. Drops rows of a failed request."""
         size = sum(each.nbytes for each in rows)
         with self._changed:
-            if delivery.error is None and not self._queue.has_room(size):
+            if delivery.error is None and not self.queue.has_room(size):
                 if not self._warned:
                     self._warned = True
                     _log.warning(
                         "%s takes captured rows more slowly than they come: %.0f MB are queued, so the engine's results wait for it "
                         "(this is logged once; the gauge `blocked_seconds` shows how long)",
                         self.name,
-                        self._queue.used / 1e6,
+                        self.queue.used / 1e6,
                     )
-                self._queue.wait_for_room(
+                self.queue.wait_for_room(
                     size, lambda has_room: self._wait_until(lambda: has_room() or delivery.error is not None)
                 )
             if delivery.error is None:
@@ -320,17 +285,21 @@ class ConsumerThread:
     def wait(self, delivery: Delivery) -> CaptureError | None:
         """Wait until the consumer has taken all rows of an ended request and flushed them. Returns the error, if there is one."""
         with self._changed:
-            self._wait_until(lambda: delivery.done)
+            self._wait_until(delivery.finished.done)
         return delivery.error
 
     def check(self) -> None:
         """Fail the open requests if the consumer has stalled. Whoever waits for `Delivery.finished` calls it now and then."""
         with self._changed:
-            self._find_stall()
-
-    def close(self) -> None:
-        """Let the consumer take what is queued, and end; then call `join`."""
-        self._queue.close()
+            if self._call_now is None or self._stalls_in() != 0:
+                return
+            what, since = self._call_now
+            for delivery in list(self._open):
+                delivery.error = delivery.error or CaptureError(
+                    f"{self.name}: the capture of request {delivery.info.request_id!r} was not taken: "
+                    f"the consumer has not returned from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
+                )
+                self._finish(delivery)
 
     def join(self) -> BaseException | None:
         """Wait until the consumer is closed, or has stalled. Returns the error of its `close`, if it raised one."""
@@ -339,7 +308,7 @@ class ConsumerThread:
             return self._close_error
 
     def _put(self, delivery: Delivery, run: Callable[[], None], size: int = 0) -> None:
-        if not self._queue.put(_QueuedCall(delivery, run), size):
+        if not self.queue.put((delivery, run), size):
             request = delivery.info.request_id
             delivery.error = CaptureError(f"{self.name} was closed before the capture of request {request!r} ended")
             self._finish(delivery)
@@ -347,7 +316,7 @@ class ConsumerThread:
     def _wait_until(self, reached: Callable[[], bool]) -> None:
         """Wait for an action of the thread, and check for stalls."""
         while not reached():
-            self._find_stall()
+            self.check()
             if not reached():
                 self._changed.wait(self._stalls_in())
 
@@ -355,21 +324,9 @@ class ConsumerThread:
         """Seconds until the call that is running counts as a stall; None if none is running."""
         return max(self._call_now[1] + self._timeout - time.monotonic(), 0) if self._call_now else None
 
-    def _find_stall(self) -> None:
-        """Fail all open deliveries if the consumer has stalled."""
-        if self._call_now is None or self._stalls_in() != 0:
-            return
-        what, since = self._call_now
-        for delivery in list(self._open):
-            delivery.error = delivery.error or CaptureError(
-                f"{self.name}: the capture of request {delivery.info.request_id!r} was not taken: "
-                f"the consumer has not returned from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
-            )
-            self._finish(delivery)
-
     def _finish(self, delivery: Delivery) -> None:
         with self._changed:
-            if first := not delivery.done:
+            if first := not delivery.finished.done():
                 delivery.finished.set_result(None)
             self._open.discard(delivery)
             self._changed.notify_all()
@@ -399,22 +356,23 @@ class ConsumerThread:
                 return self._flush()
         elif self._idle is not None and not self._open:
             timeout = max(self._used + self._idle - now, 0)
-        queued = self._queue.get(timeout)
+        queued = self.queue.get(timeout)
         if queued is None:
             if self._unflushed:
                 return self._flush()
             with self._changed:
-                if self._open and not self.closed:
+                if self._open and not self.queue.closed:
                     return True  # a request has just begun
-                self._queue.close()
-                return len(self._queue) > 0
+                self.queue.close()
+                return len(self.queue) > 0
+        delivery, run = queued
         try:
-            queued.run()
+            run()
         except BaseException as error:  # the thread must live: callers wait for it
-            self._fail(queued.delivery, "handling its capture", error)
-            self._finish(queued.delivery)
+            self._fail(delivery, "handling its capture", error)
+            self._finish(delivery)
         self._used = time.monotonic()
-        self._queue.task_done()
+        self.queue.task_done()
         return True
 
     def _linger(self) -> float:

@@ -446,7 +446,9 @@ class StoredCapture(ByPlane[torch.Tensor]):
         chunks: dict[PlaneKey, list[_StoredChunk]] = {}
         for line in record.lines.values():
             _collect(line, chunks)
-        super().__init__(f"stored capture of request {name!r}", sorted(chunks, key=_in_order))
+        super().__init__(
+            f"stored capture of request {name!r}", sorted(chunks, key=lambda key: (key[0], key[1], key[2] != "before"))
+        )
         self._chunks, self._shards = chunks, shards
         self._arranged: dict[PlaneKey, RowIndex] = {}
         line = next(iter(record.lines.values()))
@@ -472,10 +474,6 @@ class StoredCapture(ByPlane[torch.Tensor]):
         tensors = [self._shards.tensor(chunk.shard, chunk.name, chunk.size, chunk.positions.size) for chunk in chosen]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return tensor if arranged.order is None else tensor[torch.from_numpy(arranged.order)]
-
-
-def _in_order(key: PlaneKey) -> tuple[str, int, str]:
-    return key[0], key[1], {"before": "0"}.get(key[2], key[2])
 
 
 def _collect(line: Mapping[str, Any], chunks: dict[PlaneKey, list[_StoredChunk]]) -> None:

@@ -69,7 +69,7 @@ def destination(to: Any) -> Destination:
         idle = DIRECTORY_IDLE if is_own else None
         return Destination(key, f"consumer {to.name!r}", lambda: factory(**options), idle, may_write=not is_own)
     name = getattr(to, "__qualname__", None) or type(to).__qualname__
-    return Destination(key, f"callable {name}", lambda: CallableSink(to), CALLABLE_IDLE)
+    return Destination(key, f"callable {name}", lambda: CallableSink(to), CALLABLE_IDLE)  # type: ignore[abstract]
 
 
 class Sinks:
@@ -118,9 +118,9 @@ class Sinks:
         for capture in captures:
             capture.end(error=CaptureError(f"the engine was closed before request {capture.request_id!r} ended"))
         for thread in threads:
-            thread.close()
+            thread.queue.close()
         raised = [(thread.name, error) for thread in threads if (error := thread.join()) is not None]
-        self._blocked_before += sum(thread.blocked_seconds for thread in threads)
+        self._blocked_before += sum(thread.queue.blocked_seconds for thread in threads)
         if raised:
             text = "; ".join(f"{name} raised {error!r} in close()" for name, error in raised)
             raise CaptureError(text) from raised[0][1]
@@ -131,16 +131,16 @@ class Sinks:
         with self._lock:
             threads, captures = list(self._threads.values()), list(self._open)
         return {
-            "queued_bytes": sum(thread.queued_bytes for thread in threads),
+            "queued_bytes": sum(thread.queue.used for thread in threads),
             "held_bytes": sum(capture.held_bytes for capture in captures),
-            "blocked_seconds": self._blocked_before + sum(thread.blocked_seconds for thread in threads),
+            "blocked_seconds": self._blocked_before + sum(thread.queue.blocked_seconds for thread in threads),
             "requests": len(captures),
-            "consumers": sum(not thread.closed for thread in threads),
+            "consumers": sum(not thread.queue.closed for thread in threads),
         }
 
     def _thread(self, target: Destination) -> ConsumerThread:
-        for key in [key for key, thread in self._threads.items() if thread.closed]:
-            self._blocked_before += self._threads.pop(key).blocked_seconds
+        for key in [key for key, thread in self._threads.items() if thread.queue.closed]:
+            self._blocked_before += self._threads.pop(key).queue.blocked_seconds
         if target.key not in self._threads:
             self._threads[target.key] = ConsumerThread(target, self._queue_bytes, self._timeout)
         return self._threads[target.key]
@@ -205,9 +205,13 @@ class RequestCapture:
         if error is None:
             self._confirmed = np.iinfo(np.int64).max if stop is None else stop
             self._release()
-            error = self._row_error(stop)
-            if error is not None and self.report is not None:
-                self.report(error)
+            try:
+                for delivery in self._deliveries:  # a row that came twice, or did not come
+                    find_rows(self.request_id, self._arrived, stop, delivery.selected)
+            except CaptureError as raised:
+                error = raised
+                if self.report is not None:
+                    self.report(error)
         self._error = error
         self._held, self._arrived = [], []
         for delivery in self._deliveries:
@@ -219,7 +223,7 @@ class RequestCapture:
 
     async def delivered(self) -> None:
         """Wait until the consumers have taken all rows of the ended request, files included. Holds up no thread."""
-        while waiting := [delivery for delivery in self._deliveries if not delivery.done]:
+        while waiting := [delivery for delivery in self._deliveries if not delivery.finished.done()]:
             finished = [asyncio.wrap_future(delivery.finished) for delivery in waiting]
             await asyncio.wait(finished, timeout=_CHECK_SECONDS)
             for delivery in waiting:
@@ -270,7 +274,9 @@ class RequestCapture:
         if not confirmed.all():
             self._held.append(rows.take(rows_where(~confirmed)))
             rows = rows.take(rows_where(confirmed))
-        for delivery in sorted(self._deliveries, key=lambda delivery: delivery.thread.full):  # full queues last
+        for delivery in sorted(
+            self._deliveries, key=lambda delivery: not delivery.thread.queue.has_room(1)
+        ):  # full queues last
             if delivery.error is not None:
                 continue
             try:
@@ -279,15 +285,6 @@ class RequestCapture:
                 return self.end(error=error)
             if planes:
                 delivery.thread.give(delivery, planes)
-
-    def _row_error(self, stop: int | None) -> CaptureError | None:
-        """The error if a row came twice, or if a selected row did not come."""
-        try:
-            for delivery in self._deliveries:
-                find_rows(self.request_id, self._arrived, stop, delivery.selected)
-        except CaptureError as error:
-            return error
-        return None
 
 
 def _joined(chunks: list[Rows]) -> Iterator[Rows]:

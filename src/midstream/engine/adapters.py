@@ -68,11 +68,8 @@ def skipping_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     def add(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         indices_T = self.sampler_indices if of_logits else self.token_lora_indices
         has_adapter_T1 = (indices_T >= 0).unsqueeze(-1)
-        return original(self, y, _only_where(x, has_adapter_T1), *args, **kwargs)
+        # Zeros in place of the other rows: a product with zeros adds nothing.
+        adapted = torch.where(has_adapter_T1, x.view(-1, x.shape[-1]), 0).view_as(x)
+        return original(self, y, adapted, *args, **kwargs)
 
     return add
-
-
-def _only_where(x: torch.Tensor, chosen_T1: torch.Tensor) -> torch.Tensor:
-    """The rows of `x` that are chosen, and zeros in place of the others: a product with zeros adds nothing."""
-    return torch.where(chosen_T1, x.view(-1, x.shape[-1]), 0).view_as(x)

@@ -243,11 +243,7 @@ def _with_absolute_paths(plan: Plan) -> Plan:
     )
 
 
-@functools.lru_cache(1)
-def _engine_wide_plan(plan: str) -> Plan:
-    return Plan.of(plan)
-
-
+_engine_wide_plan = functools.lru_cache(1)(Plan.of)
 _admitted: Memory[None] = Memory()
 
 

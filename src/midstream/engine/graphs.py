@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,6 @@ from midstream.trace.body import is_in_body
 from midstream.tree import follow
 
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
-_library: torch.library.Library | None = None
 
 
 class StepMode:
@@ -129,20 +129,20 @@ def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName)
         SiteOp.fire(int(point.value), hidden, residual)
 
 
-def _register() -> None:
+@functools.cache
+def _register() -> torch.library.Library:  # kept by the cache: the op lives as long
     """Define `midstream::site`, once a process.
 
     The point is a LayerName, vLLM's type for values that differ from layer to layer. Compiled graphs take it as an input. With a plain
     number, vLLM would compile each layer's piece separately instead of once for all layers.
     """
-    global _library
-    if _library is None:
-        _library = torch.library.Library("midstream", "FRAGMENT")
-        kind = get_opaque_type_name(LayerName)
-        _library.define(f"site(Tensor(a!) hidden, Tensor(b!)? residual, {kind} point) -> ()")
-        for backend in ("CPU", "CUDA"):
-            _library.impl("site", _site, backend)
-        _library._register_fake("site", lambda hidden, residual, point: None)
+    library = torch.library.Library("midstream", "FRAGMENT")
+    kind = get_opaque_type_name(LayerName)
+    library.define(f"site(Tensor(a!) hidden, Tensor(b!)? residual, {kind} point) -> ()")
+    for backend in ("CPU", "CUDA"):
+        library.impl("site", _site, backend)
+    library._register_fake("site", lambda hidden, residual, point: None)
+    return library
 
 
 def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:

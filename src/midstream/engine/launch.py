@@ -185,7 +185,10 @@ def _started(arguments: dict[str, Any], is_async: bool) -> Any:
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
         if unknown := [name for name in arguments if str(error).endswith(f"unexpected keyword argument '{name}'")]:
-            raise ParameterError(f"{unknown[0]} is not an argument of vLLM's engine: {_near(unknown[0])}") from error
+            from vllm.engine.arg_utils import AsyncEngineArgs
+
+            near = nearest(unknown[0], inspect.signature(AsyncEngineArgs).parameters)
+            raise ParameterError(f"{unknown[0]} is not an argument of vLLM's engine: {near}") from error
         raise
     finally:
         for name, value in before.items():
@@ -196,13 +199,6 @@ def _started(arguments: dict[str, Any], is_async: bool) -> Any:
             os.rmdir(directory)
     engine.midstream_sockets = directory
     return engine
-
-
-def _near(name: str) -> str:
-    """The engine arguments that are most similar to a name, as the end of a message."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    return nearest(name, inspect.signature(AsyncEngineArgs).parameters)
 
 
 def _loaded(load: Callable[[], Any]) -> Any:

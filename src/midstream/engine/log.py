@@ -64,18 +64,13 @@ class EngineLog:
         """Send all output of this process to the file in the block, and show the status line. Errors of vLLM name the file."""
         try:
             with _redirecting, ExitStack() as stack:
-                stack.enter_context(_status_line(self.path))
+                stack.enter_context(_StatusLine(self.path))
                 stack.enter_context(self._taking_descriptors())
                 stack.enter_context(self._taking_streams())
                 yield
-        except MidstreamError:
-            self.close()
-            raise
-        except Exception as error:
-            self.keep(error)
-            self.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, MidstreamError):
+                self.keep(error)
             self.close()
             raise
 
@@ -247,47 +242,43 @@ def _flush() -> None:
 # The status line.
 
 
-@contextlib.contextmanager
-def _status_line(path: str) -> Iterator[None]:
-    """In terminals and notebooks: rewrite one line every second in the block, and clear it at the end."""
-    if not is_watched():
-        yield
-        return
-    over = threading.Event()
-    with contextlib.closing(_Line()) as line:
-        thread = threading.Thread(target=_follow, args=(path, line, over), name="midstream-status", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+class _StatusLine(threading.Thread):
+    """In terminals and notebooks: rewrites one line on stderr every second, and clears it at the end of the with-block."""
 
-
-def _follow(path: str, line: _Line, over: threading.Event) -> None:
-    began = time.monotonic()
-    with contextlib.suppress(OSError, ValueError):  # the terminal may go
-        while not over.is_set():
-            seconds, message = time.monotonic() - began, _last_message(path)
-            line.write(f"Starting vLLM, {seconds:.0f} s" + (f": {message}" if message else ""))
-            over.wait(_PERIOD_SECONDS)
-        line.write("")
-
-
-class _Line:
-    """A line on stderr that can be rewritten. Keeps the stderr of the time when it was made."""
-
-    def __init__(self) -> None:
-        self._stream, self._before = sys.stderr, 0
+    def __init__(self, path: str) -> None:
+        super().__init__(name="midstream-status", daemon=True)
+        self._path, self._over = path, threading.Event()
+        self._stream, self._before = sys.stderr, 0  # the stderr from before it goes to the log
         # Written to without Python's locks: a process may be forked meanwhile.
         self._terminal: int | None = None
-        if not in_notebook():
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # of a terminal that is no file
-                self._terminal = os.dup(self._stream.fileno())
 
-    def write(self, text: str) -> None:
+    def __enter__(self) -> None:
+        if is_watched():
+            if not in_notebook():
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # of a terminal that is no file
+                    self._terminal = os.dup(self._stream.fileno())
+            self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self.ident is not None:
+            self.join()
+        if self._terminal is not None:
+            os.close(self._terminal)
+
+    def run(self) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):  # the terminal may go
+            while not self._over.is_set():
+                seconds, message = time.monotonic() - began, _last_message(self._path)
+                self._write(f"Starting vLLM, {seconds:.0f} s" + (f": {message}" if message else ""))
+                self._over.wait(_PERIOD_SECONDS)
+            self._write("")
+
+    def _write(self, text: str) -> None:
         """Replace the line's text. "" leaves an empty line with the cursor at its beginning."""
-        text = text[: self._width()]
+        columns = os.get_terminal_size(self._terminal).columns if self._terminal is not None else 0
+        text = text[: columns - 1 if columns else _WIDTH]
         data = "\r" + text.ljust(self._before) + ("" if text else "\r")
         self._before = len(text)
         if self._terminal is not None:
@@ -295,14 +286,6 @@ class _Line:
         else:
             self._stream.write(data)
             self._stream.flush()
-
-    def _width(self) -> int:
-        columns = os.get_terminal_size(self._terminal).columns if self._terminal is not None else 0
-        return columns - 1 if columns else _WIDTH
-
-    def close(self) -> None:
-        if self._terminal is not None:
-            os.close(self._terminal)
 
 
 def _last_message(path: str) -> str:

@@ -86,52 +86,39 @@ def _with_endings(output: Any, endings: StepEnds | None) -> Any:
 
 def refuse_unsupported(config: Any) -> None:
     """Raise MidstreamError for a vLLM config under which plans and traces would do nothing, or see only part of a batch."""
-    parallel, compilation = config.parallel_config, config.compilation_config
-    if parallel.use_ubatching:
-        raise MidstreamError(
-            "Dual batch overlap splits a step's batch, and midstream needs all of it. Start the engine without dual batch overlap."
-        )
-    if parallel.prefill_context_parallel_size > 1:
-        raise MidstreamError(
-            "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
-            "prefill_context_parallel_size=1."
-        )
-    if parallel.decode_context_parallel_size > 1:
-        raise MidstreamError(
-            "Decode context parallelism splits the KV cache of a request over ranks, which midstream was not tested with. Start the engine "
-            "with decode_context_parallel_size=1."
-        )
-    if parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1:
-        raise MidstreamError(
-            "Expert parallelism moves tokens between ranks, which midstream was not tested with. Start the engine with "
-            "enable_expert_parallel=False; tensor parallelism then splits each expert."
-        )
-    if config.model_config.runner_type == "pooling":
-        raise MidstreamError(
-            "midstream supports only models that generate tokens, and a pooling model generates none. Start the engine without "
-            "runner='pooling', or use vLLM without midstream."
-        )
-    if parallel.data_parallel_size > 1:  # 1 in the data parallel engines of a dense model, which are independent
-        raise MidstreamError(
-            "Data parallel engines of a mixture of experts compute each step together, and a step with plans or traces may differ from "
-            "those of the other engines. Start the engine with data_parallel_size=1, and several engines: midstream.ray.collect, "
-            "`midstream collect --shard I/N`, or several servers behind a load balancer."
-        )
-    if getattr(compilation.pass_config, "enable_sp", None):
-        raise MidstreamError(
-            "With sequence parallelism each rank has only some of the residual stream's rows, and midstream needs all of them. Start the "
-            "engine with compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}."
-        )
-    if parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):  # 0.33 has no older executor
-        raise MidstreamError(
-            "vLLM's older Ray executor runs the model without calling midstream's worker, so plans and traces would do nothing. Set "
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1."
-        )
-    if has_graphs(config) and is_breakable_cudagraph_enabled():
-        raise MidstreamError(
-            "Breakable CUDA graphs have no sites in them, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
-            "start the engine with enforce_eager=True."
-        )
+    parallel, passes = config.parallel_config, config.compilation_config.pass_config
+    refused = {
+        "Dual batch overlap splits a step's batch, and midstream needs all of it. Start the engine without dual batch overlap.": (
+            parallel.use_ubatching
+        ),
+        "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
+        "prefill_context_parallel_size=1.": parallel.prefill_context_parallel_size > 1,
+        "Decode context parallelism splits the KV cache of a request over ranks, which midstream was not tested with. Start the engine "
+        "with decode_context_parallel_size=1.": parallel.decode_context_parallel_size > 1,
+        "Expert parallelism moves tokens between ranks, which midstream was not tested with. Start the engine with "
+        "enable_expert_parallel=False; tensor parallelism then splits each expert.": (
+            parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+        ),
+        "midstream supports only models that generate tokens, and a pooling model generates none. Start the engine without "
+        "runner='pooling', or use vLLM without midstream.": config.model_config.runner_type == "pooling",
+        # The size is 1 in the data parallel engines of a dense model, which are independent.
+        "Data parallel engines of a mixture of experts compute each step together, and a step with plans or traces may differ from "
+        "those of the other engines. Start the engine with data_parallel_size=1, and several engines: midstream.ray.collect, "
+        "`midstream collect --shard I/N`, or several servers behind a load balancer.": parallel.data_parallel_size > 1,
+        "With sequence parallelism each rank has only some of the residual stream's rows, and midstream needs all of them. Start the "
+        "engine with compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}.": (
+            getattr(passes, "enable_sp", None)
+        ),
+        "vLLM's older Ray executor runs the model without calling midstream's worker, so plans and traces would do nothing. Set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1.": (  # 0.33 has no older executor
+            parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        ),
+        "Breakable CUDA graphs have no sites in them, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
+        "start the engine with enforce_eager=True.": has_graphs(config) and is_breakable_cudagraph_enabled(),
+    }
+    for text, is_so in refused.items():
+        if is_so:
+            raise MidstreamError(text)
 
 
 def has_graphs(config: Any) -> bool:
@@ -189,18 +176,15 @@ class Worker(PlatformWorker):
             exchange = exchange_in(pipeline)
             link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
             self._stages = Stages(exchange(StageParts.of(model, arch)), link, self.device)
+        self._model_arch = self._stages.arch if self._stages is not None else arch
         sites = settings.sites_in_graphs(tensor.world_size)
         built_in = buildable_points(arch, sites) if compiles(config) else []
         points = built_in if compiles(config) else points_of(arch)
-        several = self._tensor_ranks is not None
-        self._free_sites = sorted(
-            {point[0] for point in points if not (several and arch.shard_of(arch.bindings[point]))}
-        )
+        self._free_sites = sorted({point[0] for point in points if arch.shard_of(arch.bindings[point]) is None})
         if config.lora_config is not None:
             self._adapters = Adapters(self.model_runner.lora_manager._adapter_manager)
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
-        self._has_built_in = any(exchange_in(pipeline)(bool(built_in)))  # the stages agree on the size of a graph
         forms = {(arch.widths[p], arch.bindings[p].residual is not None) for p in buildable_points(arch, sites)}
         for width, dual in forms:
             self.plans.tables.warm_up(width, dual, config.model_config.dtype)
@@ -217,8 +201,7 @@ class Worker(PlatformWorker):
 
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
-        stages = self._stages
-        model_arch = stages.arch if stages is not None else arch
+        stages, model_arch = self._stages, self._model_arch
         peers, aliases = self._tensor_ranks or ALONE, Aliases(settings.rename)
         interleaver = Interleaver(model, model_arch.order, stages, peers, aliases)
         compute_logits: Any = model.compute_logits
@@ -264,18 +247,18 @@ class Worker(PlatformWorker):
         stage = get_pp_group().rank_in_group
         points = points_of(arch)
         widths = {point: arch.widths[point] for point in points}
-        pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
+        exchange = exchange_in(get_pp_group())
+        pipeline = Pipeline.gathered(stage, widths, built_in, exchange)
+        self._has_built_in = bool(pipeline.built_in)  # the same on all stages, which agree on the size of a graph
         dtype = str(config.model_config.dtype).removeprefix("torch.")
-        head_dims = (self._stages.arch if self._stages is not None else arch).head_dims
+        head_dims = self._model_arch.head_dims
         reasons = {
             layer: reason
             for (site, layer), binding in arch.bindings.items()
             if site == "attn_q"
             and (reason := why_not_again(self._runner.model.get_submodule(binding.path))) is not None
         }
-        unsupported = {
-            layer: reason for stage in exchange_in(get_pp_group())(reasons) for layer, reason in stage.items()
-        }
+        unsupported = {layer: reason for of_stage in exchange(reasons) for layer, reason in of_stage.items()}
         facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers, head_dims, unsupported)
         tables: Tables
         if self.device.type == "cuda":
@@ -503,29 +486,26 @@ class Worker(PlatformWorker):
         return reports.sender.name
 
     def midstream_describe(self) -> dict[str, Any]:
-        """This worker's modules, sites and place among the ranks, for the client."""
-        arch, modules = self.midstream.arch, self.midstream.interleaver.modules
-        pipeline, tensor = get_pp_group(), get_tp_group()
+        """The whole model's modules and sites, for the client. All ranks return the same, except for `free_sites` and `device`."""
+        arch, facts, interleaver = self._model_arch, self.plans.facts, self.midstream.interleaver
         places = {(binding.path, binding.kind) for binding in arch.bindings.values()}
         return {
-            "modules": {path: type(module).__name__ for path, module in modules.items()},
+            "modules": dict(interleaver.stage.modules),
             "shapes": dict(arch.shapes),
             "sites": list(arch.sites),
-            "rename": self.midstream.interleaver.aliases.rename,
-            "stage": [pipeline.rank_in_group, pipeline.world_size],
-            "tensor": [tensor.rank_in_group, tensor.world_size],
-            "layers": list(arch.layers),
+            "rename": interleaver.aliases.rename,
+            "stages": list(facts.stages),
             "num_layers": arch.num_layers,
             "hidden_size": arch.hidden_size,
-            "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
-            "dtype": self.plans.facts.dtype,
-            "unsupported_attention": {str(n): why for n, why in self.plans.facts.unsupported_attention.items()},
+            "widths": {f"{site}/{layer}": width for (site, layer), width in facts.widths.items()},
+            "dtype": facts.dtype,
+            "unsupported_attention": {str(n): why for n, why in facts.unsupported_attention.items()},
             "device": str(self.device),
             "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "bindings": {
                 f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },
-            "order": [(*key, *moments) for key, moments in self.midstream.interleaver.order.items() if key in places],
+            "order": [(*key, *moments) for key, moments in arch.order.items() if key in places],
             "free_sites": self._free_sites,  # plans at these leave compiled code and graphs as they are
         }
 
@@ -554,12 +534,13 @@ class Worker(PlatformWorker):
         """Hold these weights for traces, and drop all others: the digests in `kept`, and new weights by their digests."""
         self.midstream.set_weights(kept, new)
 
-    def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
-        """Register named vectors: name -> (little-endian float32, digest)."""
-        self.plans.vectors.set(vectors)
+    def midstream_vectors(self, what: str, *args: Any) -> Any:
+        """Call a method of the named vectors: `set` or `delete`."""
+        return getattr(self.plans.vectors, what)(*args)
 
-    def midstream_delete_vectors(self, names: Sequence[str]) -> None:
-        self.plans.vectors.delete(names)
+    def midstream_runs(self, what: str, *args: Any) -> Any:
+        """Call a method of the recorded runs: `list`, `delete` or `lease`."""
+        return getattr(self.plans.runs, what)(*args)
 
     def midstream_load_adapter(self, adapter: bytes) -> str | None:
         """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails.
@@ -573,21 +554,6 @@ class Worker(PlatformWorker):
         except Exception as error:
             return f"{error}"
         return None
-
-    def midstream_list_vectors(self) -> dict[str, tuple[int, str]]:
-        """name -> (width, digest)."""
-        return self.plans.vectors.list()
-
-    def midstream_list_runs(self) -> list[dict[str, Any]]:
-        """The recorded runs: id, name, bytes, leases, sites, layers, positions."""
-        return self.plans.runs.list()
-
-    def midstream_delete_runs(self, ids: Sequence[str]) -> None:
-        self.plans.runs.delete(ids)
-
-    def midstream_lease_runs(self, ids: Sequence[str], by: int) -> list[str]:
-        """Keep runs for requests that will need them (`by=1`), or release them (-1). Returns the ids of runs that do not exist."""
-        return self.plans.runs.lease(ids, by)
 
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.reports.sender is not None:

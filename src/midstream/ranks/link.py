@@ -5,7 +5,7 @@
     fetch = link.fetch(0, "body-1", 3, ref=(0,))               # on another rank, before or after `publish`; returns at once
     tensor = fetch.wait()                                      # on the CPU
     link.waive(0, {"body-1": [3]})                             # on that rank: it will not fetch this value
-    link.end("body-1", "the request ended before it")          # on every rank, or `drop`: all values of the body are forgotten
+    link.end("body-1", NeverReachedError("the request ended"))  # on every rank, or `drop`: all values of the body are forgotten
 
 A value is identified by the body's name and a number that increases within the body. Each rank has a `Receiver`, and a `Sender` to every
 other rank. Requests are answered on the receiving threads, because the forward's thread may be in a collective or wait for a fetch of its
@@ -214,14 +214,11 @@ class SharedBody:
         for number in numbers:
             if (published := self.values.get(number)) is not None:
                 published.ranks.discard(rank)
-                self.forget_if_unread(number)
+                if not published.ranks:
+                    del self.values[number]
+                    self.forgotten = max(self.forgotten, number)
             elif number > self.forgotten:
                 self.waived[number].add(rank)
-
-    def forget_if_unread(self, number: int) -> None:
-        if number in self.values and not self.values[number].ranks:
-            del self.values[number]
-            self.forgotten = max(self.forgotten, number)
 
     def leave(self, rank: int) -> None:
         """A rank will not fetch anything of the body any more."""
@@ -321,7 +318,7 @@ class Link:
             known.values[number] = published
             for reader in asked:
                 known.note_answer(number, reader)
-            known.forget_if_unread(number)
+            known.without(self.rank, [number])
             if held.ready and number in known.values:
                 self._on_device.add(published)
         for reader in asked:
@@ -366,25 +363,24 @@ class Link:
         """Wait until one of `fetches` is done."""
         wait([fetch.answer for fetch in fetches], return_when=FIRST_COMPLETED)
 
-    def silence(self, body: str, reason: str, failed: bool = False) -> None:
+    def silence(self, body: str, reason: MidstreamError) -> None:
         """This rank publishes no more values of the body. It may still fetch, and its values may be fetched. Arguments as for `end`."""
-        error = _absence_error(reason, failed)
         with self._lock:
             known = self._running_body(body)
             if known is None:
                 return
-            known.silent = error
+            known.silent = reason
             parked, known.parked = known.parked, defaultdict(set)
-        self._refuse_parked(body, parked, error)
-        for peer in self._peers if failed else ():
-            self._post(peer, _Over(self.rank, [body], reason, ended=False))
+        self._refuse_parked(body, parked, reason)
+        for peer in self._peers if isinstance(reason, StageFailedError) else ():
+            self._post(peer, _Over(self.rank, [body], str(reason), ended=False))
 
-    def end(self, body: str, reason: str, failed: bool = False) -> None:
+    def end(self, body: str, reason: MidstreamError) -> None:
         """The body is over on this rank. Fetches of values that it has not published raise `reason`.
 
-        `failed`: it is over because of its own error. `failure_of` tells the other ranks.
+        `failure_of` tells the other ranks if this is a StageFailedError.
         """
-        self._finish([body], _absence_error(reason, failed))
+        self._finish([body], reason)
 
     def failure_of(self, body: str) -> StageFailedError | None:
         """The body's error on another rank, if this rank has heard of one."""
@@ -590,11 +586,6 @@ class Link:
 
     def _gone_error(self, peer: int) -> EngineClosedError:
         return EngineClosedError(f"{self.name} rank {peer} has gone, and the values with it that other ranks wait for.")
-
-
-def _absence_error(reason: str, failed: bool) -> MidstreamError:
-    """The error of fetches of a value that its owner's body has not published and will not publish."""
-    return StageFailedError(reason) if failed else NeverReachedError(reason)
 
 
 def _move_to_host(moving: Collection[Published]) -> None:

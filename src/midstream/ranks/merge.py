@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, StageMismatchWarning
-from midstream.sites import LAYER_SITES, MODEL_SITES
 from midstream.trace.outcome import Outcome
 from midstream.trace.parallel import Absent
 
@@ -36,7 +35,6 @@ from midstream.trace.parallel import Absent
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _COARSE = 0.2  # dtypes of 8 bits and less
 _NUMBER = 1e-2
-_PLACEHOLDER = "PPMissingLayer"  # vLLM's class for a module of another stage
 
 
 def merged_outcomes(each: Sequence[list[Outcome]]) -> list[Outcome]:
@@ -241,36 +239,3 @@ def _close(a: torch.Tensor, b: torch.Tensor, noise: float | None = None) -> bool
     finite = torch.cat([x.abs()[x.isfinite()] for x in (a, b)])
     largest = finite.max().item() if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=0.0, atol=noise * largest, equal_nan=True)
-
-
-def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole model, from what `midstream_describe` returns on every rank.
-
-    Modules replace the placeholders that other stages have for them. Of each stage's tensor-parallel ranks the first is used.
-    """
-    stages = [described for described in each if described.get("tensor", (0, 1))[0] == 0]
-    stages.sort(key=lambda described: described.get("stage", (0, 1))[0])
-
-    def united(name: str) -> dict[str, Any]:
-        return {key: value for described in stages for key, value in described.get(name, {}).items()}
-
-    modules: dict[str, str] = {}
-    for described in stages:
-        for path, name in described["modules"].items():
-            if modules.get(path, _PLACEHOLDER) == _PLACEHOLDER:
-                modules[path] = name
-    layers = sorted({layer for described in stages for layer in described.get("layers", ())})
-    sites = {site for described in stages for site in described["sites"]}
-    return {
-        **stages[0],
-        "modules": modules,
-        "shapes": united("shapes"),
-        "widths": united("widths"),
-        "values": united("values"),
-        "bindings": united("bindings"),
-        "order": [each for described in stages for each in described.get("order", ())],
-        "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],
-        "layers": layers,
-        "stages": [min(described["layers"]) for described in stages if described.get("layers")],
-        "num_layers": max(described["num_layers"] for described in stages),
-    }

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.errors import SourceUnavailableError, StageFailedError, text_of
+from midstream.arch.blocks import is_a
+from midstream.errors import MidstreamError, NeverReachedError, SourceUnavailableError, StageFailedError, text_of
 from midstream.ranks.link import Fetch, Link
 from midstream.sites import Key
 from midstream.trace.forward import LAST_POINTS
@@ -38,18 +39,14 @@ class StageParts:
     @classmethod
     def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
         modules = dict(model.named_modules())
-        kinds = {path: type(module) for path, module in modules.items() if not _is_placeholder(module)}
+        # A plain Identity is a module of the model.
+        kinds = {path: type(module) for path, module in modules.items() if not is_a(module, "PPMissingLayer")}
         built = {path: f"{kind.__module__}:{kind.__qualname__}" for path, kind in kinds.items()}
         # vLLM's Transformers backend also calls the placeholders of other stages' layers.
         order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
         shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
         shards = {(path, kind): leaves for (path, kind), leaves in arch.shards.items() if path in built}
         return cls(replace(arch, order=order, shapes=shapes, shards=shards), built)
-
-
-def _is_placeholder(module: nn.Module) -> bool:
-    """Whether this is vLLM's placeholder for a module of another stage. A plain Identity is a module of the model."""
-    return any(cls.__name__ == "PPMissingLayer" for cls in type(module).__mro__)
 
 
 def merged_architecture(parts: Sequence[Architecture]) -> Architecture:
@@ -124,15 +121,12 @@ class Stages(Stage):
         return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
 
     def begin_of(self, stage: int) -> int:
-        """The moment of the whole model's forward at which a stage begins."""
         return stage * _STAGE_MOMENTS
 
     def has(self, key: Key) -> bool:
-        """Whether this stage has the point."""
         return self.of(key) == self.index
 
     def children_of(self, path: str) -> list[str]:
-        """The names of the modules below `path`, on any stage."""
         return self._children.get(path, [])
 
     def class_of(self, path: str) -> type[nn.Module]:
@@ -145,7 +139,6 @@ class Stages(Stage):
             ) from None
 
     def width_of(self, key: Key) -> int | None:
-        """How many values the tuple at `key` has; None if the output is not known to be a tuple."""
         if len(key) != 2 or key[1] != "output":
             return None
         shape = self.arch.shapes.get(key[0], "")
@@ -170,17 +163,18 @@ class Stages(Stage):
         """The body's code has ended. Tell the other stages at once: one of them may wait for a value of the body while this stage, in
         another body, waits for that stage.
         """
-        self.link.silence(body, *self._why_over(failure))
+        self.link.silence(body, self._why_over(failure))
 
     def end(self, body: str, failure: BaseException | None) -> None:
         """The body is over. The values that it published are forgotten."""
-        self.link.end(body, *self._why_over(failure))
+        self.link.end(body, self._why_over(failure))
 
-    def _why_over(self, failure: BaseException | None) -> tuple[str, bool]:
-        """The reason for later fetches, and whether the body failed."""
+    def _why_over(self, failure: BaseException | None) -> MidstreamError:
+        """The error of later fetches."""
         if failure is None:
-            return "The value was never reached: the trace ended without it.", False
-        return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
+            return NeverReachedError("The value was never reached: the trace ended without it.")
+        text = f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}"
+        return StageFailedError(text)
 
     def claim(self, stage: int, body: str, number: int) -> Claim:
         """While the claim lives, this stage may fetch the value. When the claim has died, the next `end_step` tells the owner."""
@@ -198,16 +192,13 @@ class Stages(Stage):
         self.link.end_step()
 
     def fetch(self, place: Origin) -> Fetch:
-        """Request another stage's value. Returns at once."""
         return self.link.fetch(place.stage, place.body, place.number, place.ref)
 
     def received(self, fetch: Fetch) -> Any:
-        """The fetched value, on the device of the forward. Raises the error that the other stage sent instead."""
         with torch.inference_mode(False):
             return map_tensors(fetch.wait(), lambda _, tensor: tensor.to(self._device, copy=True))
 
     def wait_any(self, fetches: Iterable[Fetch]) -> None:
-        """Wait until one of the fetches is done."""
         self.link.wait_any(list(fetches))
 
 

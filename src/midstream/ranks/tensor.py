@@ -32,7 +32,7 @@ from torch import nn
 from midstream.arch.blocks import is_a, is_linear, unwrapped
 from midstream.arch.detect import ShardFinder
 from midstream.arch.probe import Leaf, ModuleCall, Plant, Probe
-from midstream.errors import DivergedError, MidstreamError
+from midstream.errors import DivergedError, MidstreamError, NeverReachedError
 from midstream.ranks.link import Link
 from midstream.sites import Key, Kind
 from midstream.trace.parallel import Peers, Sharding
@@ -119,7 +119,7 @@ class Summands:
 
 ShardLayout = Shards | Summands
 ShardLayouts = dict[tuple[str, Kind], dict[Ref, ShardLayout]]
-_OVER = "The step is over."
+_OVER = NeverReachedError("The step is over.")
 _EXPERTS = ("FusedMoE", "MoERunner")  # vLLM's classes for a mixture of experts
 
 
@@ -334,14 +334,12 @@ class TensorParallel(Peers):
     several = True
 
     def __init__(self, layouts: ShardLayouts, gather: Callable[[torch.Tensor], torch.Tensor], link: Link) -> None:
-        self._layouts: dict[Key, dict[Ref, ShardLayout]] = {
-            (path, kind): each for (path, kind), each in layouts.items()
-        }
+        self._layouts = layouts
         self._gather = gather
         self._link = link
         self._peers = [peer for peer in range(link.size) if peer != link.rank]
-        self._shards = {
-            key: {ref: self._shard(layout) for ref, layout in each.items()} for key, each in self._layouts.items()
+        self._shards: dict[Key, dict[Ref, Sharding]] = {
+            key: {ref: self._shard(layout) for ref, layout in each.items()} for key, each in layouts.items()
         }
         self._steps = 0
         self._diverged: dict[str, str] = {}
@@ -359,7 +357,7 @@ class TensorParallel(Peers):
         return self._shards.get(key, {})
 
     def applied(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:
-        def convert(kind: str, ref: Ref, leaf: torch.Tensor) -> torch.Tensor:
+        def convert(kind: Kind, ref: Ref, leaf: torch.Tensor) -> torch.Tensor:
             layout = self._layouts.get((path, kind), {}).get(ref)
             if layout is None:
                 return leaf
@@ -386,17 +384,10 @@ class TensorParallel(Peers):
         self._received = dict.fromkeys(self._peers, 0)
         self._theirs: dict[int, defaultdict[str, deque[str]]] = {peer: defaultdict(deque) for peer in self._peers}
 
-    @property
-    def _notes_name(self) -> str:
-        return f"step {self._steps}"
-
-    @property
-    def _decisions_name(self) -> str:
-        return f"turns of step {self._steps}"
-
     def begin_step(self) -> None:
         self.rest()
         self._steps += 1
+        self._notes_name, self._decisions_name = f"step {self._steps}", f"turns of step {self._steps}"
         self._open = True
 
     def rest(self) -> None:

@@ -253,5 +253,5 @@ class ScoreLink:
     def end(self) -> None:
         """All requests with probes are over."""
         if self._link is not None:
-            self._link.end(self._body, "the requests with probes are over")
+            self._link.end(self._body, NeverReachedError("the requests with probes are over"))
             self._period += 1

@@ -339,7 +339,7 @@ class Sources:
         self._runs.lease(self._leased, -1)
         self._fetched.clear()
         if self._crossing and self._link is not None:
-            self._link.end(self._body, "the request is over on the stage that has the rows")
+            self._link.end(self._body, NeverReachedError("the request is over on the stage that has the rows"))
 
 
 def _crossing(plan: Plan, length: int, num_layers: int, runs: RunStore, pipeline: Pipeline) -> _Crossing:

@@ -428,10 +428,9 @@ class TraceHost:
     def _fail(self, name: str, request: TracedRequest, error: MidstreamError) -> None:
         """The request cannot begin: tell the other stages and the client, and stop it."""
         if (stages := self._stages) is not None:
+            failure = StageFailedError(f"The trace cannot begin on pipeline stage {stages.index}: {error}")
             for published in (*request.bodies, request.steps):
-                stages.link.end(
-                    published, f"The trace cannot begin on pipeline stage {stages.index}: {error}", failed=True
-                )
+                stages.link.end(published, failure)
         self.reports.send(name, request.trace, [Outcome(failure=Failure.of(error), name=request.main)])
         self._ends.stops.append(name)
 
@@ -445,7 +444,7 @@ class TraceHost:
             return
         stages = self._stages
         if stages is not None:
-            stages.link.end(request.steps, "the trace has no further step")
+            stages.link.end(request.steps, NeverReachedError("the trace has no further step"))
         for body_name in request.open_bodies:
             self._gather(request, body_name)
         own, edits = request.outcomes[request.main], [request.outcomes[each] for each in request.bodies[:-1]]

@@ -77,11 +77,7 @@ class Mailbox:
     """
 
     def __init__(
-        self,
-        key: Hashable,
-        senders: frozenset[str],
-        forget: Callable[[Mailbox], None],
-        budget: ByteBudget | None = None,
+        self, key: Hashable, senders: frozenset[str], forget: Callable[[Mailbox], None], budget: ByteBudget
     ) -> None:
         self.key = key
         self.senders = senders
@@ -92,7 +88,7 @@ class Mailbox:
         self._error: ChannelClosedError | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     # For the reader.
 
@@ -103,7 +99,7 @@ class Mailbox:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._messages or self._error, timeout):
-                raise TimeoutError(f"no result for {self._name} within {timeout} s")
+                raise TimeoutError(f"no result for {self.key!r} within {timeout} s")
             message = self._take()
         assert message is not None
         return message.open()
@@ -116,17 +112,15 @@ class Mailbox:
 
     async def aget(self) -> tuple[Any, Any]:
         """`get` for asyncio, without a timeout: `asyncio.wait_for` adds one, and loses no message when it fires."""
-        loop = asyncio.get_running_loop()
         while True:
             with self._changed:
                 message = self._take()
                 if message is None:
-                    waiter = (loop, loop.create_future())
-                    self._waiters.append(waiter)
+                    self._waiters.append(waiter := asyncio.get_running_loop().create_future())
             if message is not None:
                 return message.open()
             try:
-                await waiter[1]
+                await waiter
             finally:
                 with self._changed:
                     if waiter in self._waiters:
@@ -135,7 +129,7 @@ class Mailbox:
     def close(self) -> None:
         """Drop the messages that are here, and later ones. Idempotent."""
         self._forget(self)
-        self.fail(ChannelClosedError(f"the mailbox of {self._name} is closed"))
+        self.fail(ChannelClosedError(f"the mailbox of {self.key!r} is closed"))
         with self._changed:
             self._closed = True
             self._release(sum(message.size for message in self._messages))
@@ -154,8 +148,7 @@ class Mailbox:
         with self._changed:
             if not self._closed:
                 self._messages.append(message)
-                if self._budget is not None:
-                    self._budget.add(message.size)
+                self._budget.add(message.size)
                 self._wake()
 
     def fail(self, error: ChannelClosedError) -> None:
@@ -163,10 +156,6 @@ class Mailbox:
         with self._changed:
             self._error = self._error or error
             self._wake()
-
-    @property
-    def _name(self) -> str:
-        return repr(self.key)
 
     def _take(self) -> Message | None:
         self._release()
@@ -181,15 +170,15 @@ class Mailbox:
     def _release(self, more: int = 0) -> None:
         """The reader has finished the message that it took."""
         size, self._taken = self._taken + more, 0
-        if self._budget is not None and size:
+        if size:
             self._budget.add(-size)
 
     def _wake(self) -> None:
         self._changed.notify_all()
         waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
+        for future in waiters:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                loop.call_soon_threadsafe(_wake_waiter, future)
+                future.get_loop().call_soon_threadsafe(_wake_waiter, future)
 
 
 def _wake_waiter(future: asyncio.Future[None]) -> None:
@@ -211,8 +200,8 @@ class Receiver:
     Attributes:
         when_gone: called with a worker's name, on its own thread, when the worker has gone.
 
-    Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced mailboxes; `connected`, names of the connected workers; `lost`, names of
-    workers that went without closing; `dropped`, messages without a mailbox.
+    Gauges: `open_mailboxes`; `connected`, names of the connected workers; `lost`, names of workers that went without closing; `dropped`,
+    messages without a mailbox.
     """
 
     def __init__(
@@ -254,10 +243,6 @@ class Receiver:
         return len(set(self._mailboxes.values()))
 
     @property
-    def paced_waiting(self) -> int:
-        return self._paced.used
-
-    @property
     def connected(self) -> list[str]:
         with self._lock:
             return sorted(name for name in self._connections.values() if name is not None)
@@ -268,7 +253,7 @@ class Receiver:
         After one of `senders` has gone, the empty mailbox raises ChannelClosedError. `paced`: the reader takes messages as they come and
         waits for nothing else, so a full mailbox may delay the workers.
         """
-        mailbox = Mailbox(key, frozenset(senders), self._forget, self._paced if paced else None)
+        mailbox = Mailbox(key, frozenset(senders), self._forget, self._paced if paced else ByteBudget(0))
         with self._lock:
             if self._closed:
                 raise ChannelClosedError("the results channel is closed")
@@ -413,8 +398,7 @@ class Receiver:
     ) -> None:
         bodies = [wire.receive(sock, part.body) for part in frame.parts]
         parts = [[self._header(each) for each in part.headers] for part in frame.parts]
-        takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
-        is_wanted = any(map(any, takers))
+        is_wanted = self._handle is not None or any(header.key in self._mailboxes for each in parts for header in each)
         sizes = [part.payload for part in frame.parts]
         payload = torch.empty(0, dtype=torch.uint8)
         lost: str | None = None
@@ -425,6 +409,7 @@ class Receiver:
         if any(sizes):
             lost = slots.read(payload.numpy() if is_wanted and lost is None else None) or lost
         if not is_wanted:
+            self._note_dropped(sum(map(len, parts)))
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
             return
@@ -438,23 +423,26 @@ class Receiver:
                 partial(codec.unpack, body, codec.resolve_tensors(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
             ]
-        for part, headers, its_takers, load in zip(frame.parts, parts, takers, loads, strict=True):
+        take = self._handle or self._put
+        for part, headers, load in zip(frame.parts, parts, loads, strict=True):
             its_loads: list[Callable[[], Any]] = [load]
             if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
                 values = load()
                 if isinstance(values, UnsendableError):
                     values = [values] * len(headers)
                 its_loads = [partial(itself, value) for value in values]
-            for take, header, each in zip(its_takers, headers, its_loads, strict=True):
-                if take is not None:
-                    take(Message(header, part.payload // len(headers), each))
+            for header, each in zip(headers, its_loads, strict=True):
+                take(Message(header, part.payload // len(headers), each))
 
-    def _taker(self, key: Hashable) -> Callable[[Message], None] | None:
-        if (mailbox := self._mailboxes.get(key)) is not None:
-            return mailbox.deliver
+    def _put(self, message: Message) -> None:
+        if (mailbox := self._mailboxes.get(message.header.key)) is not None:
+            mailbox.deliver(message)
+        else:
+            self._note_dropped(1)
+
+    def _note_dropped(self, count: int) -> None:
         with self._lock:
-            self.dropped += 1
-        return None
+            self.dropped += count
 
 
 def _is_welcome(sock: socket.socket) -> bool:

@@ -38,32 +38,23 @@ _AHEAD = 4  # chunks that a device copies while earlier ones are sent
 _PackedValues = tuple[list[msgspec.Raw], Packed]  # a value with its headers
 
 
-class _OutgoingFrame:
-    """A frame to write.
+class _OutgoingFrame(NamedTuple):
+    """A frame to write; without `parts` if it ends `stream`."""
 
-    Args:
-        parts: none if the frame ends `stream`.
-
-    Attributes:
-        size: in bytes, for the limit of the queue.
-    """
-
-    def __init__(
-        self, parts: Sequence[_PackedValues], stream: str | None, ready: Mapping[torch.device, torch.cuda.Event]
-    ) -> None:
-        self.size = sum(len(packed.body) + packed.size for _, packed in parts)
-        self._parts, self._stream, self._ready = parts, stream, ready
+    parts: Sequence[_PackedValues]
+    stream: str | None
+    ready: Mapping[torch.device, torch.cuda.Event]
 
     def write(self, sock: socket.socket, slots: SenderSlots) -> None:
         tensors, offsets, size = list[torch.Tensor](), list[int](), 0
-        for _, packed in self._parts:
+        for _, packed in self.parts:
             tensors += packed.tensors
             offsets += [size + offset for offset in packed.offsets]
             size += packed.size
-        frame = wire.Frame([wire.message_part(*part) for part in self._parts], self._stream)
-        wire.send_frame(sock, frame, b"".join([packed.body for _, packed in self._parts]))
+        frame = wire.Frame([wire.message_part(*part) for part in self.parts], self.stream)
+        wire.send_frame(sock, frame, b"".join([packed.body for _, packed in self.parts]))
         if size:
-            slots.send(tensors, offsets, size, self._ready)
+            slots.send(tensors, offsets, size, self.ready)
 
 
 class Sender:
@@ -160,12 +151,12 @@ class Sender:
     ) -> None:
         if ready is None:
             ready = mark_ready([tensor for _, packed in parts for tensor in packed.tensors])
-        frame = _OutgoingFrame(parts, stream, ready)
+        size = sum(len(packed.body) + packed.size for _, packed in parts)
         with self._queue.changed:
-            if not self._queue.put(frame, frame.size):
+            if not self._queue.put(_OutgoingFrame(parts, stream, ready), size):
                 error = self._queue.error
                 raise ChannelClosedError(f"results channel of {self.name}: {error or 'closed'}") from error
-            self._bytes += frame.size
+            self._bytes += size
             self._messages += bool(parts)
 
     def _run(self) -> None:

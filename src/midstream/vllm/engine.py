@@ -20,7 +20,6 @@ from midstream.engine import launch
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
-from midstream.ranks.merge import merged_description
 from midstream.requests.invokes import Answers, PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
@@ -97,9 +96,7 @@ class EngineConnection:
         self._senders: list[str] = []
         self._interrupted: list[str] = []  # ids of traces
         self.vectors = Vectors()
-        self.runs = Runs(
-            lambda what, *args: self.call_workers(f"midstream_{what}_runs", *args), None if is_async else self.finish
-        )
+        self.runs = Runs(partial(self.call_workers, "midstream_runs"), None if is_async else self.finish)
         self.weights = HeldWeights(
             Settings.of(self.config).weight_bytes, partial(self.call_workers, "midstream_set_weights")
         )
@@ -205,7 +202,7 @@ class EngineConnection:
         assert self.receiver is not None
         names = await self.call_workers("midstream_connect", self.receiver.address)
         self._senders = [name for name in names if name is not None]  # one worker of each stage sends results
-        self._description = merged_description(await self.call_workers("midstream_describe"))
+        self._description, *_ = await self.call_workers("midstream_describe")
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -296,10 +293,10 @@ class EngineConnection:
             put, gone = changes = self.vectors.take_changes()
             try:
                 if gone:
-                    await self.call_workers("midstream_delete_vectors", gone)
+                    await self.call_workers("midstream_vectors", "delete", gone)
                 if put:
                     data = {name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()}
-                    await self.call_workers("midstream_set_vectors", data)
+                    await self.call_workers("midstream_vectors", "set", data)
             except BaseException:
                 self.vectors.put_back(changes)
                 raise
