@@ -220,7 +220,6 @@ class DescribedModel(TraceModel):
     """A model whose traces run in other processes, on copies of their variables."""
 
     _ships = True
-    _is_elsewhere = False  # whether it runs on another machine
 
     def __midstream_reference__(self) -> Any:
         return ("model",)

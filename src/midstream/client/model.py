@@ -45,7 +45,7 @@ from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
-from midstream.sweeps.paths import PathRun, receivers_of
+from midstream.sweeps.paths import PathRun
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.block import Block
@@ -166,6 +166,7 @@ class TraceModel(Sizes):
     has_engine = True  # whether an engine schedules its requests
     _has_logprobs = True  # whether it takes logprobs=
     _ships = False  # whether traces run in another process, on copies of their variables
+    _is_elsewhere = False  # whether it runs on another machine
     adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
 
     def close(self) -> None:
@@ -836,19 +837,21 @@ class TraceModel(Sizes):
             ParameterError: another argument is invalid, or `to` contains another sweep. Nothing has been run.
         """
         _refuse_in_trace("sweep")
-        asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
-        own = self._adapter_alone(adapter, "sweep")
-        sweeping = self._sweeping(clean, corrupt, answer, foil, asked, to, own)
-        running = SweepStream(
-            sweeping, None if self._is_async else self._finish, partial(self._bar, progress, unit="cell")
-        )
+        asked = SweepRequest(
+            clean, corrupt, answer, foil, sites=sites, layers=layers, positions=positions, heads=heads, metric=metric,
+            direction=direction, source=source, coarse=coarse, best=best, top=top,
+            adapter=self._adapter_alone(adapter, "sweep"),
+        )  # fmt: skip
+        running = self._swept(self._sweeping(asked, to), progress)
         return running if stream or self._is_async else running.run()
 
-    def _sweeping(
-        self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
-    ) -> Any:
+    def _sweeping(self, asked: SweepRequest, to: Any) -> Any:
         """The object that runs a sweep."""
-        return SweepRun(self, clean, corrupt, answer, foil, asked, to, adapter)
+        return SweepRun(self, asked, to)
+
+    def _swept(self, sweeping: Any, progress: bool | None) -> SweepStream:
+        finish = None if self._is_async else self._finish
+        return SweepStream(sweeping, finish, partial(self._bar, progress, unit="cell"))
 
     def path_patching(
         self,
@@ -896,23 +899,15 @@ class TraceModel(Sizes):
             ParameterError: another argument is invalid, or the model is a `Remote`. Nothing has been run.
         """
         _refuse_in_trace("path_patching")
-        asked = SweepRequest.of(
-            "attn_z", layers, positions, "all" if heads is None else heads, metric, direction, "run", None, 1, 0
-        )
-        ends = receivers_of(receivers)
-        if not isinstance(freeze_mlps, bool):
-            raise ParameterError(f"freeze_mlps is {freeze_mlps!r}. Allowed: True, False.", field="freeze_mlps")
-        own = self._adapter_alone(adapter, "path_patching")
-        running = SweepStream(
-            self._path_patching(clean, corrupt, answer, foil, asked, ends, freeze_mlps, own),
-            None if self._is_async else self._finish,
-            partial(self._bar, progress, unit="cell"),
-        )
+        if self._is_elsewhere:
+            raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
+        asked = SweepRequest(
+            clean, corrupt, answer, foil, sites="attn_z", layers=layers, positions=positions,
+            heads="all" if heads is None else heads, metric=metric, direction=direction,
+            adapter=self._adapter_alone(adapter, "path_patching"),
+        )  # fmt: skip
+        running = self._swept(PathRun(self, asked, receivers, freeze_mlps), progress)
         return running if self._is_async else running.run()
-
-    def _path_patching(self, *given: Any) -> PathRun:
-        """The object that runs `path_patching`."""
-        return PathRun(self, *given)
 
     def edge_attribution(
         self,

@@ -42,7 +42,7 @@ from midstream.requests.invokes import (
     token_ids,
     with_whole_rows,
 )
-from midstream.requests.prompts import Prompt, encode, prompts_of
+from midstream.requests.prompts import Prompt, encode
 from midstream.requests.streams import Called, Item, OutputStream
 from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
@@ -541,30 +541,23 @@ class Remote(DescribedModel):
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
-    def _path_patching(self, *given: Any) -> Any:
-        raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
-
-    def _sweeping(
-        self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
-    ) -> RemoteSweep:
+    def _sweeping(self, asked: SweepRequest, to: Any) -> RemoteSweep:
         """Have the server run the sweep, with its engine-wide plan and without this object's."""
         if to is not None:
             raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
-        metric = asked.metric
+        metric, foil = asked.metric, None if asked.foil == [None] * len(asked.foil) else asked.foil
         if callable(metric):
-            metric = "logprob" if foil is None else "logit_diff"
-        given = {name: getattr(asked, name) for name in ("direction", "source", "coarse", "best", "top")}
-        given |= {
+            metric = "logit_diff" if foil else "logprob"
+        names = ("direction", "source", "coarse", "best", "top", "answer", "sites")
+        given = {name: getattr(asked, name) for name in names} | {
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
-            "clean": list(map(self._prompt_data, prompts_of(clean)[0])),
-            "corrupt": None if corrupt is None else list(map(self._prompt_data, prompts_of(corrupt)[0])),
-            "answer": answer,
-            "foil": foil,
-            "sites": list(asked.sites),
+            "clean": list(map(self._prompt_data, asked.clean)),
+            "corrupt": None if asked.corrupt is None else list(map(self._prompt_data, asked.corrupt)),
             "positions": _sweep_positions(asked.positions),
             "metric": metric,
-            **({} if adapter is None else {"model": adapter}),
+            "foil": foil,
+            **({} if asked.adapter is None else {"model": asked.adapter}),
         }
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 

@@ -38,7 +38,7 @@ from midstream.errors import EngineClosedError, MidstreamError, ParameterError, 
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
-from midstream.requests.prompts import Prompt, encode, offsets_of, prompts_of
+from midstream.requests.prompts import Prompt, encode, offsets_of
 from midstream.requests.vectors_and_runs import finish_cleanup
 from midstream.sweeps.events import (
     LOWEST,
@@ -59,6 +59,7 @@ from midstream.sweeps.request import (
     align,
     cells_in_order,
     columns_of,
+    graded,
     heads_of,
     rows_of,
     windows_of,
@@ -83,42 +84,10 @@ class Job:
 
 
 class SweepRun:
-    """One call of `sweep`. See `TraceModel.sweep` for the arguments and errors."""
+    """One call of `sweep`."""
 
-    def __init__(
-        self,
-        model: Any,
-        clean: Any,
-        corrupt: Any,
-        answer: Any,
-        foil: Any,
-        asked: SweepRequest,
-        to: Any,
-        adapter: Any = None,
-    ) -> None:
-        self._model, self.asked, self._adapter = model, asked, adapter
-        with about("clean"):
-            self._clean = prompts_of(clean)[0]
-        with about("corrupt"):
-            self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
-        if self._corrupt is None and asked.source == "run":
-            raise PromptError(
-                'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.',
-                field="corrupt",
-            )
-        if self._corrupt is None and (asked.direction == "denoising" or asked.metric == "recovered"):
-            text = 'corrupt is None. direction="denoising" and metric="recovered" need a corrupt prompt.'
-            raise PromptError(text, field="corrupt")
-        if self._corrupt is not None and len(self._corrupt) != len(self._clean):
-            text = f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}."
-            raise PromptError(text, field="corrupt")
-        self._answer = one_per_pair("answer", answer, len(self._clean))
-        self._foil = [None] * len(self._clean) if foil is None else one_per_pair("foil", foil, len(self._clean))
-        if foil is None and asked.metric == "logit_diff":
-            raise PromptError(
-                'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".',
-                field="foil",
-            )
+    def __init__(self, model: Any, asked: SweepRequest, to: Any = None) -> None:
+        self._model, self.asked = model, asked
         if asked.top and not model._has_logprobs:
             raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.", field="top")
         self._directory = None if to is None else Path(to).expanduser()
@@ -128,18 +97,18 @@ class SweepRun:
         """The outline of the sweep. Makes all checks that need no request."""
         model, asked = self._model, self.asked
         with about("clean"):
-            clean = [self._tokens(prompt) for prompt in self._clean]
+            clean = [self._tokens(prompt) for prompt in asked.clean]
         corrupt: list[Any] = [None] * len(clean)
-        if self._corrupt is not None:
+        if asked.corrupt is not None:
             with about("corrupt"):
-                corrupt = [self._tokens(prompt) for prompt in self._corrupt]
+                corrupt = [self._tokens(prompt) for prompt in asked.corrupt]
         self._bases: list[Any] = clean
         self._others: list[Any] = corrupt
         if asked.direction == "denoising":
             self._bases, self._others = corrupt, clean
         if asked.source != "run":
             self._others = [None] * len(clean)  # an ablation reads no position of another prompt
-        self._answers = [self._graded(*pair) for pair in zip(self._answer, self._foil, strict=True)]
+        self._answers = [graded(model, *pair) for pair in zip(asked.answer, asked.foil, strict=True)]
         rows = rows_of(asked.layers, asked.sites, model.facts)
         grid = Grid(
             list(asked.sites),
@@ -150,7 +119,7 @@ class SweepRun:
         pairs = [
             Pair(a.texts, None if b is None else b.texts, answer, foil, _skipped(*both))
             for a, b, answer, foil, *both in zip(
-                clean, corrupt, self._answer, self._foil, self._bases, self._others, strict=True
+                clean, corrupt, asked.answer, asked.foil, self._bases, self._others, strict=True
             )
         ]
         coarse, cells = None, _count(grid, len(pairs))
@@ -159,8 +128,8 @@ class SweepRun:
             fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
             cells = _count(coarse, len(pairs)) + min(fine, cells)
         name = model.model_name
-        if self._adapter is not None:
-            name = f"{name} with the adapter {model.name_of_adapter(self._adapter)}"
+        if asked.adapter is not None:
+            name = f"{name} with the adapter {model.name_of_adapter(asked.adapter)}"
         outline = Outline(name, asked.metric_name, asked.direction, asked.source, pairs, grid, coarse, cells)
         self.result = SweepResult(outline, asked.metric)
         self._check(outline)
@@ -184,14 +153,6 @@ class SweepRun:
             raise PromptError(f"A prompt has {len(ids)} tokens; this model takes {self._model.longest_prompt}.")
         texts = [self._model.tokenizer.decode([token]) for token in ids]
         return Tokens(ids, texts, functools.cache(lambda: offsets_of(prompt, ids, self._model.tokenizer)))
-
-    def _graded(self, answer: Any, foil: Any) -> Answers:
-        asked = [answer] if foil is None else [answer, foil]
-        with about("answer"):
-            (found,) = self._model._answer_tokens([asked], 1)
-        if len({*found.values()}) != len(asked):
-            raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
-        return found  # type: ignore[no-any-return]
 
     def _head_count(self, rows: Sequence[Sequence[int]]) -> int:
         """How many heads each of these layers has; 0 if they have no site of heads. Raises ParameterError if they differ."""
@@ -320,7 +281,7 @@ class SweepRun:
         async def record(ids: list[int]) -> RecordedRun:
             name = new_name()
             run: RecordedRun = await self._model._recording(
-                ids, sites, layers, "all_prompt", name, adapter=self._adapter
+                ids, sites, layers, "all_prompt", name, adapter=self.asked.adapter
             )
             runs.append(run)
             await self._model.runs.lease([run.id])
@@ -361,8 +322,8 @@ class SweepRun:
     async def _baselines(self, number: int) -> Baselines:
         """Run both prompts without a patch, each alone."""
         answers, found = self._answers[number], []
-        corrupt = None if self._corrupt is None else self._corrupt[number]
-        for prompt in (self._clean[number], corrupt):
+        corrupt = None if self.asked.corrupt is None else self.asked.corrupt[number]
+        for prompt in (self.asked.clean[number], corrupt):
             found.append(None if prompt is None else _logprobs(await self._one(prompt, Plan(), answers), answers))
         assert found[0] is not None
         return Baselines(number, found[0], found[1])
@@ -373,7 +334,7 @@ class SweepRun:
 
     def _invoke(self, prompt: Prompt, plan: Plan, answers: Answers, **params: Any) -> Invoke:
         params = {"max_tokens": 1, "temperature": 0.0, **params}
-        return Invoke(prompt, None, params, plan, answers, adapter=self._adapter)
+        return Invoke(prompt, None, params, plan, answers, adapter=self.asked.adapter)
 
     # Cells as requests.
 
@@ -547,16 +508,6 @@ def _count(grid: Grid, pairs: int) -> int:
 def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     way = align(base.ids, base.ids if other is None else other.ids)
     return [position for position, source in enumerate(way) if source is None]
-
-
-def one_per_pair(name: str, given: Any, pairs: int) -> list[Any]:
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
-    if len(each) != pairs:
-        raise PromptError(
-            f"{name} has {len(each)} tokens for {pairs} pairs of prompts. Give one token, or one for each pair.",
-            field=name,
-        )
-    return each
 
 
 class _Log:
