@@ -99,7 +99,8 @@ def collect(
         ray.exceptions.RayError: an engine did not start.
     """
     to, engine = Path(to).expanduser().absolute(), dict(engine or {})
-    Collection([], plan, to, None, sampling(params, 1), shard_bytes, skip_special_tokens=skip_special_tokens)  # raises
+    options = {"shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
+    Collection(None, [], plan, to, sampling(params, 1), **options)  # raises
     argument: AdapterArgument | None = "lora_request" if backend == "vllm" else None
     adapter, _ = adapter_in({"lora_request": lora_request}, argument)  # raises
     text = Plan.of(plan).to_json()
@@ -121,8 +122,7 @@ def collect(
     missing = missing.repartition(target_num_rows_per_block=batch_size).materialize()
     if num_gpus is None:
         num_gpus = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
-    given = {"plan": text, "to": str(to), "shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
-    arguments = partial(start_model, model, backend, engine), given | params
+    arguments = partial(start_model, model, backend, engine), {"plan": text, "to": str(to), "params": params, **options}
     asked, tables = _ids(missing), [RAN.empty_table()]
     while count := missing.count():
         before = len(listing.digests)

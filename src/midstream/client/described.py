@@ -224,10 +224,6 @@ class DescribedModel(TraceModel):
     def __midstream_reference__(self) -> Any:
         return ("model",)
 
-    async def start(self) -> Self:
-        """Prepare the model for `async with`."""
-        raise NotImplementedError
-
     async def __aenter__(self) -> Self:
         return await self.start()
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, Self, overload
 
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
@@ -143,6 +143,21 @@ def _refuse_in_trace(name: str) -> None:
         raise inside(name)
 
 
+def sites_to_record(sites: str | Sequence[str], positions: Any) -> list[str]:
+    """The sites that `record` was given. Raises PlanError for none, and for positions that are not all in the prompt."""
+    words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
+    if words or (isinstance(positions, Selector) and positions.selects_generated):
+        raise PlanError(
+            f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, a Span, or a "
+            "Selector of these.",
+            field="positions",
+        )
+    each = [sites] if isinstance(sites, str) else list(sites)
+    if not each:
+        raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
+    return each
+
+
 class TraceModel(Sizes):
     """A model that traces and plans run on.
 
@@ -168,6 +183,10 @@ class TraceModel(Sizes):
     _ships = False  # whether traces run in another process, on copies of their variables
     _is_elsewhere = False  # whether it runs on another machine
     adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
+
+    async def start(self) -> Self:
+        """Prepare the model for requests; an engine has to be running."""
+        return self
 
     def close(self) -> None:
         """Close the model. Called at the end of `with model:`."""
@@ -496,30 +515,24 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = self._collection(
-            "collect", prompts_of(prompts)[0], plan, to, ids, params, shard_bytes, limit_bytes, skip_special_tokens
-        )
+            "collect", prompts_of(prompts)[0], params, plan=plan, to=to, ids=ids, shard_bytes=shard_bytes,
+            limit_bytes=limit_bytes, skip_special_tokens=skip_special_tokens,
+        )  # fmt: skip
         try:
             return self._finish(self._collect(collection, progress))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(collection.how_to_go_on()) from None
 
     def collect_batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        plan: Any,
-        to: str | Path,
-        ids: Iterable[Any],
-        shard_bytes: int | None = None,
-        skip_special_tokens: bool = False,
-        **params: Any,
+        self, prompts: Sequence[Prompt], params: Mapping[str, Any], **options: Any
     ) -> dict[str, tuple[int, int]]:
         """`collect` for one of several engines that share a job, such as an actor of `midstream.ray`: it shows no progress, and leaves the
         check of the free space to the job.
 
         Args:
             prompts: run at once.
-            plan, to, ids, shard_bytes, skip_special_tokens, params: as in `collect`.
+            params: sampling parameters and the adapter.
+            options: `plan`, `to`, `ids`, `shard_bytes` and `skip_special_tokens`, as in `collect`.
 
         Returns:
             the rows and bytes of each prompt that has run, by its id; without those that the directory has.
@@ -527,54 +540,32 @@ class TraceModel(Sizes):
         Raises the errors of `collect`.
         """
         _refuse_in_trace("collect_batch")
-        collection = self._collection(
-            "collect_batch", prompts, plan, to, ids, params, shard_bytes, None, skip_special_tokens
-        )
-        invokes, sizes = collection.missing(self)
+        invokes, sizes = self._collection("collect_batch", prompts, params, **options).missing()
         if invokes:
             self._finish(self._results(self._run(invokes)))
         names = [invoke.collected.id for invoke in invokes if invoke.collected]
         return dict(zip(names, map(tuple, sizes.tolist()), strict=True))
 
     def _collection(
-        self,
-        call: str,
-        prompts: Sequence[Prompt],
-        plan: Any,
-        to: str | Path | None,
-        ids: Iterable[Any] | None,
-        params: Mapping[str, Any],
-        shard_bytes: int | None,
-        limit_bytes: int | None,
-        skip_special_tokens: bool,
+        self, call: str, prompts: Sequence[Prompt], params: Mapping[str, Any], **options: Any
     ) -> Collection:
+        """The collection of a method named `call`. `options`: as of `Collection`."""
         adapter, params = self.adapter_in(params)
-        return Collection(
-            prompts,
-            plan,
-            to,
-            ids,
-            sampling(params, 1, self._generation),
-            shard_bytes,
-            limit_bytes,
-            skip_special_tokens,
-            None if to is None else self._listing(to),
-            adapter_alone(adapter, self.adapter_argument, call),
-        )
-
-    def _listing(self, to: str | Path) -> Listing:
-        """The prompts in a directory, read once however often the model collects to it."""
-        path = Path(to).expanduser().absolute()
-        return self._listings.setdefault(path, Listing(path))
+        adapter = adapter_alone(adapter, self.adapter_argument, call)
+        options["params"] = sampling(params, 1, self._generation)
+        if (to := options["to"]) is not None:
+            path = Path(to).expanduser().absolute()
+            options["listing"] = self._listings.setdefault(path, Listing(path))
+        return Collection(self, prompts, adapter=adapter, **options)
 
     @cached_property
     def _listings(self) -> dict[Path, Listing]:
+        """The prompts in each directory, which is read once however often the model collects to it."""
         return {}
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:
-        if self._is_async:
-            await cast(Any, self).start()
-        parts = collection.parts(self)
+        await self.start()
+        parts = collection.parts()
         with self._bar(progress, sum(len(part.invokes) for part in parts), "prompt") as bar:
             for part in parts:
                 await self._results(self._run(part.invokes, ended=partial(collection.ended, bar, part)))
@@ -606,15 +597,13 @@ class TraceModel(Sizes):
             CaptureError, PlanError, PromptError, ParameterError: as `collect` does before it runs anything.
         """
         _refuse_in_trace("estimate")
-        collection = self._collection(
-            "estimate", prompts_of(prompts)[0], plan, to, ids, params, None, None, skip_special_tokens
-        )
-        return self._finish(self._estimate(collection))
+        prompts = prompts_of(prompts)[0]
+        options = {"plan": plan, "to": to, "ids": ids, "skip_special_tokens": skip_special_tokens}
+        return self._finish(self._estimate(self._collection("estimate", prompts, params, **options)))
 
     async def _estimate(self, collection: Collection) -> Estimate:
-        if self._is_async:
-            await cast(Any, self).start()
-        return collection.estimate(self)
+        await self.start()
+        return collection.estimate()
 
     def activations(
         self,
@@ -726,41 +715,20 @@ class TraceModel(Sizes):
             ParameterError: the adapter is not one, or cannot be loaded.
         """
         own = self._adapter_alone(adapter, "record")
-        return self.recording_for("", prompt, sites, layers, positions, name, own)  # type: ignore[no-any-return]
-
-    def recording_for(
-        self,
-        owner: str,
-        prompt: Prompt,
-        sites: str | Sequence[str],
-        layers: Any,
-        positions: Any,
-        name: str | None,
-        adapter: Any = None,
-    ) -> Any:
-        """As `record`, for another owner, to whom the run's bytes are charged: see `runtime.store.RunStore`."""
-        words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
-        if words or (isinstance(positions, Selector) and positions.selects_generated):
-            raise PlanError(
-                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, a Span, or a "
-                "Selector of these.",
-                field="positions",
-            )
-        each = [sites] if isinstance(sites, str) else list(sites)
-        if not each:
-            raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
-        return self._finish(self._recording(prompt, each, layers, positions, name, owner, adapter))
+        return self._finish(self._recording(prompt, sites, layers, positions, name, adapter=own))  # type: ignore[no-any-return]
 
     def _recording(
         self,
         prompt: Prompt,
-        sites: list[str],
+        sites: str | Sequence[str],
         layers: Any,
         positions: Any,
         name: str | None,
         owner: str = "",
         adapter: Any = None,
     ) -> Coroutine[Any, Any, RecordedRun]:
+        """As `record`, to be awaited. `owner`: to whom the run's bytes are charged, see `runtime.store.RunStore`."""
+        sites = sites_to_record(sites, positions)
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         name = self.runs.new_name() if name is None else fields.name("name", name)
         record = uuid.uuid4().hex, name, owner

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import quote
 
 import httpx
@@ -21,6 +21,7 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.model import sites_to_record
 from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering, lower_trace
@@ -509,14 +510,10 @@ class Remote(DescribedModel):
         self.sinks.close()
         self._connection.close()
 
-    async def start(self) -> Self:
-        """Does nothing, because the server already runs. It exists for code that is written for `VLLM(mode="async")`."""
-        return self
-
     async def _recording(
         self,
         prompt: Prompt,
-        sites: list[str],
+        sites: str | Sequence[str],
         layers: Any,
         positions: Any,
         name: str | None,
@@ -526,7 +523,7 @@ class Remote(DescribedModel):
         """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
         asked = {
             "prompt": self._prompt_data(prompt),
-            "sites": sites,
+            "sites": sites_to_record(sites, positions),
             "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
             "positions": _positions(positions),
             "replace": name is not None,

@@ -20,7 +20,17 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import cached_property, wraps
 from typing import Annotated, Any, TypeVar
 
@@ -72,6 +82,7 @@ NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
 )
 Generate = Callable[..., AsyncGenerator[Any]]
+T = TypeVar("T")
 _SERVERS_FAULT = (EngineClosedError, ChannelError, CaptureError)
 _DONE = "data: [DONE]\n\n"
 
@@ -353,17 +364,70 @@ def owner_of(headers: Mapping[str, str]) -> bytes:
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
-def not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
-    """The error for a client that may not delete or replace a vector, an SAE or a run; None if it may."""
+def check_there(what: str, name: str, there: Collection[str]) -> None:
+    """Raise RequestRefused if there is no vector, SAE or run of this name. `what`: "vectors", "saes" or "runs"."""
     if name not in there:
-        return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
+        raise RequestRefused(404, f"There is no {_called(what, name)}: {nearest(name, there)}.", "name")
+
+
+def check_theirs(request: Request, what: str, name: str, there: Collection[str]) -> None:
+    """Raise RequestRefused for a client that may not delete or replace a vector, an SAE or a run."""
+    check_there(what, name, there)
     if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not is_admin(request):
-        return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {NO_ADMIN}", "name")
+        raise RequestRefused(403, f"The {_called(what, name)} is another API key's. {NO_ADMIN}", "name")
     values = server_of(request).model.plan.values()
     used = {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}
     if what != "saes" and name in used:  # a plan has what it needs of an SAE
-        return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
-    return None
+        raise RequestRefused(409, f"The engine-wide plan uses the {_called(what, name)}.", "name")
+
+
+def check_free(request: Request, what: str, name: str, there: Collection[str], replace: bool, field: str) -> None:
+    """Raise RequestRefused if a name is taken; with `replace`, only if the client may not replace what has it."""
+    if name not in there:
+        return
+    if not replace:
+        text = f"The {_called(what, name)} is there already: delete it first, or use another name."
+        raise RequestRefused(409, text, field)
+    check_theirs(request, what, name, there)
+
+
+def _called(what: str, name: str) -> str:
+    return f"{'SAE' if what == 'saes' else what[:-1]} {name!r}"
+
+
+def add_owned(
+    request: Request,
+    what: str,
+    there: MutableMapping[str, T],
+    new: Mapping[str, T],
+    size: Callable[[T], int],
+    most: int,
+    most_bytes: int,
+) -> None:
+    """Add vectors or SAEs of this client to those that are `there`. Raises RequestRefused over the limits, which count uploaded ones."""
+    owners, owner = server_of(request).owners, owner_of(request.headers)
+    uploaded = {name: there[name] for kind, name in owners if kind == what and name in there}
+    before = {name: each for name, each in uploaded.items() if owners[what, name] == owner}
+    called = "SAEs" if what == "saes" else what
+    for unit, limit, measure in ((called, most, lambda _: 1), (f"bytes of {called}", most_bytes, size)):
+        sizes = [sum(map(measure, each.values())) for each in ({**before, **new}, {**uploaded, **new}, before)]
+        check_quota(unit, *sizes[:2], limit, sizes[2])
+    there.update(new)
+    owners |= dict.fromkeys(((what, name) for name in new), owner)
+
+
+def delete_owned(request: Request, what: str, name: str, there: MutableMapping[str, Any]) -> dict[str, str]:
+    """Delete a vector or an SAE. Raises RequestRefused as `check_theirs` does."""
+    check_theirs(request, what, name, there)
+    del there[name]
+    server_of(request).owners.pop((what, name), None)
+    return {"deleted": name}
+
+
+def check_admin(request: Request) -> None:
+    """Raise RequestRefused for a client that is no administrator."""
+    if not is_admin(request):
+        raise RequestRefused(403, NO_ADMIN)
 
 
 def is_admin(request: Request) -> bool:
@@ -388,7 +452,6 @@ def check_quota(what: str, own: int, together: int, most: int, before: int = 0) 
         )
 
 
-T = TypeVar("T")
 # A list in a body. The first wrong item ends the reading: an error for each of a million items would take gigabytes.
 Listed = Annotated[list[T], Field(fail_fast=True)]
 

@@ -169,8 +169,7 @@ class SweepRun:
     async def events(self) -> AsyncGenerator[Event]:
         """The sweep's events. Closing the generator ends the running requests and deletes the recorded runs."""
         began, model = time.monotonic(), self._model
-        if model._is_async:
-            await model.start()
+        await model.start()
         # A thread reads the prompts on an async engine: the event loop serves others as well.
         outline = await asyncio.to_thread(self.outline) if model._is_async else self.outline()
         result = self.result
