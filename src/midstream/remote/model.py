@@ -524,7 +524,7 @@ class Remote(DescribedModel):
         asked = {
             "prompt": self._prompt_data(prompt),
             "sites": sites_to_record(sites, positions),
-            "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
+            "layers": _listed(layers),
             "positions": _positions(positions),
             "replace": name is not None,
             **({} if name is None else {"name": name}),
@@ -665,12 +665,50 @@ class Remote(DescribedModel):
         return [dict.fromkeys(answers, -1) for answers in answers_by_prompt(given, prompts)]
 
 
-class RemoteVectors(Vectors):
-    """The named vectors on a server, of all clients. Each read and each change is a request to the server."""
+class _OnServer(MutableMapping[str, Any]):
+    """Named things on a server, of all clients. Each read and each change is a request to the server, and may raise its error.
+
+    Attributes:
+        _kind: the name of their routes.
+        _called: one of them, in messages.
+    """
+
+    _kind: str
+    _called: str
 
     def __init__(self, server: ServerConnection) -> None:
         super().__init__()
         self._server = server
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        return self._server.ask("GET", self._kind).json()[self._kind]  # type: ignore[no-any-return]
+
+    def _path(self, name: str) -> str:
+        return f"{self._kind}/{quote(name, safe='')}"
+
+    def _check(self, name: str) -> None:
+        if name not in (there := self._listed()):
+            raise KeyError(f"no {self._called} {name!r}: {nearest(str(name), there)}")
+
+    def _file(self, name: str) -> bytes:
+        self._check(name)
+        return self._server.ask("GET", self._path(name)).content
+
+    def __delitem__(self, name: str) -> None:
+        self._check(name)
+        self._server.ask("DELETE", self._path(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed())
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+
+class RemoteVectors(_OnServer, Vectors):
+    """The named vectors on a server."""
+
+    _kind, _called = "vectors", "vector"
 
     @property
     def widths(self) -> dict[str, int]:
@@ -680,68 +718,28 @@ class RemoteVectors(Vectors):
     def digests(self) -> dict[str, str]:
         return {name: each["digest"] for name, each in self._listed().items()}
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
-        return self._server.ask("GET", "vectors").json()["vectors"]  # type: ignore[no-any-return]
-
     def __getitem__(self, name: str) -> Any:
-        self._check(name)
-        return read_vectors(self._server.ask("GET", _named("vectors", name)).content, name)[name]
-
-    def __delitem__(self, name: str) -> None:
-        self._check(name)
-        self._server.ask("DELETE", _named("vectors", name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.widths)
-
-    def __len__(self) -> int:
-        return len(self.widths)
+        return read_vectors(self._file(name), name)[name]
 
     def _put(self, vectors: dict[str, Any]) -> None:
         self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
 
-    def _check(self, name: str) -> None:
-        if name not in (widths := self.widths):
-            raise KeyError(f"no vector {name!r}: {nearest(str(name), widths)}")
 
+class RemoteSAEs(_OnServer):
+    """The sparse autoencoders on a server. A plan of an SAE that is here needs not carry its large matrices."""
 
-class RemoteSAEs(MutableMapping[str, SAE]):
-    """The sparse autoencoders on a server, of all clients. Each read and each change is a request to the server.
-
-    A plan of an SAE that is here needs not carry its large matrices. Raises RemoteError as the server answers.
-    """
-
-    def __init__(self, server: ServerConnection) -> None:
-        self._server = server
+    _kind, _called = "saes", "SAE"
 
     @property
     def constants(self) -> set[str]:
         """The digests of their large matrices."""
         return {digest for about in self._listed().values() for digest in about["constants"]}
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
-        return self._server.ask("GET", "saes").json()["saes"]  # type: ignore[no-any-return]
-
     def __getitem__(self, name: str) -> SAE:
-        self._check(name)
-        return SAE.read(self._server.ask("GET", _named("saes", name)).content)
+        return SAE.read(self._file(name))
 
     def __setitem__(self, name: str, sae: SAE) -> None:
-        self._server.ask("POST", f"{_named('saes', name)}?replace=true", content=sae.written())
-
-    def __delitem__(self, name: str) -> None:
-        self._check(name)
-        self._server.ask("DELETE", _named("saes", name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._listed())
-
-    def __len__(self) -> int:
-        return len(self._listed())
-
-    def _check(self, name: str) -> None:
-        if name not in (there := self._listed()):
-            raise KeyError(f"no SAE {name!r}: {nearest(str(name), there)}")
+        self._server.ask("POST", f"{self._path(name)}?replace=true", content=sae.written())
 
 
 def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
@@ -757,30 +755,30 @@ def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
     yield part
 
 
-def _named(what: str, name: str) -> str:
-    return f"{what}/{quote(name, safe='')}"
-
-
 def _listed(given: Any) -> Any:
     """Numbers as a list; "all" and None as they are."""
     return given if given is None or isinstance(given, str) else [given] if isinstance(given, int) else list(given)
 
 
+def _place(entry: Any) -> Any:
+    return {"span": entry.text, "occurrence": entry.occurrence} if isinstance(entry, Span) else entry
+
+
+def _positions(positions: Any) -> Any:
+    if isinstance(positions, Selector):
+        return {"selector": positions.kind, "options": positions.options}
+    return _place(positions) if isinstance(positions, Span) else _listed(positions)
+
+
 def _sweep_positions(positions: Any) -> Any:
-    if isinstance(positions, Span):
-        return [_positions(positions)]
     if isinstance(positions, dict):
+        entries = positions.items()
         return {
-            name: _sweep_positions(entry) if isinstance(entry, (list, tuple)) else _sweep_position(entry)
-            for name, entry in positions.items()
+            name: [*map(_place, each)] if isinstance(each, (list, tuple)) else _place(each) for name, each in entries
         }
     if isinstance(positions, (list, tuple, range)):
-        return [_sweep_position(entry) for entry in positions]
-    return positions if positions in ("all", "together") else [positions]
-
-
-def _sweep_position(entry: Any) -> Any:
-    return _positions(entry) if isinstance(entry, Span) else entry
+        return [*map(_place, positions)]
+    return positions if positions in ("all", "together") else [_place(positions)]
 
 
 def _params(params: dict[str, Any]) -> dict[str, Any]:
@@ -789,13 +787,3 @@ def _params(params: dict[str, Any]) -> dict[str, Any]:
             raise ParameterError(f"{name} is not for Remote. A plan is given as plan=.")
     given = engine_params(params)
     return {name: list(value) if isinstance(value, (set, tuple)) else value for name, value in given.items()}
-
-
-def _positions(positions: Any) -> Any:
-    if isinstance(positions, Span):
-        return {"span": positions.text, "occurrence": positions.occurrence}
-    if isinstance(positions, Selector):
-        return {"selector": positions.kind, "options": positions.options}
-    if isinstance(positions, str):
-        return positions
-    return [positions] if isinstance(positions, int) else list(positions)

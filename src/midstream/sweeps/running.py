@@ -241,7 +241,8 @@ class SweepRun:
         base, stage = self._bases[number], cells[0].stage
         assert self.result is not None
         grid = self.result.outline.grid_of(stage)
-        async with self._sources(number, grid) as (source, own):
+        runs: list[RecordedRun] = []
+        async with self._deleted(self._recorded(number, grid, runs), runs) as (source, own):
             jobs = self._jobs(number, cells, grid, source, own)
             yield await self._baselines(number)
             given = (base.ids, self._answers[number], jobs)
@@ -250,13 +251,6 @@ class SweepRun:
             async with contextlib.aclosing(running) as done:
                 async for event in done:
                     yield event
-
-    @contextlib.asynccontextmanager
-    async def _sources(self, number: int, grid: Grid) -> AsyncIterator[tuple[Any, RecordedRun]]:
-        """The source of the patches, and the patched prompt's own run. Recorded runs are leased during the block and then deleted."""
-        runs: list[RecordedRun] = []
-        async with self._deleted(self._recorded(number, grid, runs), runs) as found:
-            yield found
 
     @contextlib.asynccontextmanager
     async def _deleted(self, recording: Any, runs: list[RecordedRun]) -> AsyncIterator[Any]:
@@ -274,7 +268,7 @@ class SweepRun:
             await finish_cleanup(self._delete_runs(runs, recording))
 
     async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
-        """Record the runs for `_sources`, and add each to `runs` at once."""
+        """The source of the patches, and the patched prompt's own run. Recorded runs are leased, and added to `runs` at once."""
         sites, layers = self._planes(grid)
 
         async def record(ids: list[int]) -> RecordedRun:
