@@ -200,14 +200,8 @@ class TraceModel(Sizes):
 
     # Each model provides these.
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> OutputStream:
-        """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps.
-
-        Args:
-            ended: called with the number of invokes that have ended.
-        """
+    def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
+        """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps."""
         raise NotImplementedError
 
     @property
@@ -231,9 +225,8 @@ class TraceModel(Sizes):
         return Bar(self.progress if progress is None else progress, total, unit)
 
     def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> OutputStream:
-        bar = self._bar(progress, len(invokes))
-        stream = self._run(invokes, together, bar.update)
-        stream.bar = bar
+        stream, bar = self._run(invokes, together), self._bar(progress, len(invokes))
+        stream.bar, stream.ended = bar, bar.update
         return stream
 
     @property
@@ -568,7 +561,9 @@ class TraceModel(Sizes):
         parts = collection.parts()
         with self._bar(progress, sum(len(part.invokes) for part in parts), "prompt") as bar:
             for part in parts:
-                await self._results(self._run(part.invokes, ended=partial(collection.ended, bar, part)))
+                running = self._run(part.invokes)
+                running.ended = partial(collection.ended, bar, part)
+                await self._results(running)
         return collection.store()
 
     def estimate(

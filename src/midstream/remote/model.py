@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from midstream import errors
-from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.consumers import Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
 from midstream.client.model import sites_to_record
@@ -220,14 +220,7 @@ class CaptureForwarder:
         try:
             for sample, planes in zip(output.outputs, captured, strict=True):
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
-                info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
-                capture = RequestCapture(
-                    info,
-                    self._plan.routes,
-                    self._sinks,
-                    self._plan.no_rows,
-                    stops_in_prompt=self._plan.plan.stops_in_prompt,
-                )
+                capture = self._plan.capture(name, self._sinks, self._collected)
                 stop = rows_end(
                     self._plan.plan.probes, sample, sample.scores, len(self._plan.prompt) + len(sample.token_ids) - 1
                 )
@@ -262,7 +255,6 @@ class RemoteStream(OutputStream):
     Args:
         calls: the calls, which are sent one after the other, each with what reads its results.
         forwarders: for each call, the forwarders of its requests, by their numbers.
-        ended: called with 1 as each request ends.
     """
 
     def __init__(
@@ -270,9 +262,8 @@ class RemoteStream(OutputStream):
         server: ServerConnection,
         calls: Sequence[tuple[RemoteCall, Progress]],
         forwarders: Sequence[dict[int, CaptureForwarder]],
-        ended: Callable[[int], object],
     ) -> None:
-        super().__init__(ended)
+        super().__init__()
         self._server, self._calls, self._forwarders = server, calls, forwarders
 
     def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
@@ -564,18 +555,16 @@ class Remote(DescribedModel):
 
     # Running.
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> OutputStream:
+    def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
         invokes = [replace(invoke, prompt=self._prompt_data(invoke.prompt)) for invoke in self._with_plan(invokes)]
         invokes = self._with_programs(invokes)
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         forwarders = [self._forwarders(part) for part in parts]
         if self._is_async:
-            return RemoteStream(self._connection, calls, forwarders, ended)
+            return RemoteStream(self._connection, calls, forwarders)
 
-        def run() -> list[InvokeResult]:
+        def run(ended: Callable[[int], object]) -> list[InvokeResult]:
             results = []
             for (call, progress), own_forwarders in zip(calls, forwarders, strict=True):
                 for index, _, result in self._connection.messages(call, progress):

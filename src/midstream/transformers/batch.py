@@ -21,9 +21,8 @@ import torch
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.arch.heads import AttentionSettings, Heads, caches_known, set_cut
-from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, Rows
-from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.capture.sinks import Sinks
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
@@ -161,11 +160,8 @@ class BatchRequest:
     """One prompt of a batch.
 
     Attributes:
-        name: its id.
-        invoke: with this prompt.
         prompt: token ids.
-        plan: its plan.
-        running: the same, while it runs.
+        running: its plan, while it runs.
         generated: the tokens generated so far.
         finish_reason, stop_reason: None while it runs.
         graded: the log-probabilities of its answers.
@@ -208,14 +204,7 @@ class BatchInvoke:
 
 
 class PaddedBatch:
-    """One left-padded batch, and the bodies that run on it.
-
-    Args:
-        model: the LanguageModel.
-        interleaver: runs the bodies.
-        plans: those of the requests.
-        requests: the rows of the batch.
-    """
+    """One left-padded batch of `requests`, and the bodies that run on it."""
 
     def __init__(
         self,
@@ -519,13 +508,6 @@ def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
 class RunningPlan:
     """One request's plan in the tables of its batch, and the rows that it captures.
 
-    Args:
-        request: has a plan.
-        vectors: the model's named vectors.
-        runs: the model's recorded runs.
-        sinks: take captured rows.
-        dtype: the model's.
-
     Attributes:
         not_finite: the first position and site that an edit made infinite or NaN.
         knockouts: the attention edges that the plan cuts; None for none.
@@ -558,10 +540,7 @@ class RunningPlan:
         self.knockouts = self._compiled.knockouts
         self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
         self._chunks: list[ScoreChunk] = []
-        info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
-        self._capture = RequestCapture(
-            info, plan.routes, sinks, plan.no_rows, stops_in_prompt=plan.plan.stops_in_prompt
-        )
+        self._capture = plan.capture(request.name, sinks, request.invoke.collected)
         self._captured: list[Rows] = []  # in the running step
         self._dtype = dtype
         self.not_finite: NotFinite | None = None

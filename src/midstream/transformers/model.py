@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,10 +235,8 @@ class LanguageModel(TraceModel):
         dtype = str(self.module.dtype).removeprefix("torch.")
         return ModelFacts(self.arch.num_layers, widths, dtype, head_dims=self.arch.head_dims)
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> OutputStream:
-        return Called(lambda: self._run_now(invokes, ended))
+    def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
+        return Called(partial(self._run_now, invokes))
 
     def _run_now(self, invokes: list[Invoke], ended: Callable[[int], object]) -> list[InvokeResult]:
         """Run traces as one batch, and requests without traces in the batches of `_batches`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
@@ -228,9 +228,7 @@ class VLLM(DescribedModel):
 
     # Running.
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> EngineStream:
+    def _run(self, invokes: list[Invoke], together: bool = False) -> EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
         code = self._code(invokes)
@@ -244,8 +242,8 @@ class VLLM(DescribedModel):
 
         if self._connection.is_described or not any(invoke.plan for invoke in invokes):
             made = requests()  # checked at once
-            return EngineStream(self._connection, lambda: made, ended)
-        return EngineStream(self._connection, requests, ended)  # plans are checked after the engine has started
+            return EngineStream(self._connection, lambda: made)
+        return EngineStream(self._connection, requests)  # plans are checked after the engine has started
 
     def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
         """The largest number of steps that the request can have."""

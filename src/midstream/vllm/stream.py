@@ -48,16 +48,10 @@ class EngineStream(OutputStream):
 
     Args:
         prepare: returns the requests. It is called when the engine has started.
-        ended: called with 1 as each request ends.
     """
 
-    def __init__(
-        self,
-        connection: EngineConnection,
-        prepare: Callable[[], list[EngineRequest]],
-        ended: Callable[[int], object] = lambda _: None,
-    ) -> None:
-        super().__init__(ended)
+    def __init__(self, connection: EngineConnection, prepare: Callable[[], list[EngineRequest]]) -> None:
+        super().__init__()
         self._connection = connection
         self._prepare = prepare
         self._queue: asyncio.Queue[_Queued] = asyncio.Queue()
