@@ -103,11 +103,11 @@ class ModuleHandle(ModuleTree):
 
     def _contents(self, name: str) -> Any:
         if name in ("weight", "bias"):
-            return self._read(name, partial(_parameter, self._path, name))
+            return self._read(name, partial(_copies, self._path, name))
         state: dict[str, Any] = {}
 
         def read() -> dict[str, Any]:
-            return state or self._read(name, partial(_state, self._path))
+            return state or self._read(name, partial(_copies, self._path, None))
 
         if name == "state_dict":
             return read
@@ -195,12 +195,12 @@ class CallText:
         return self._lines
 
 
-def _parameter(path: str, name: str, model: Any) -> Any:
-    return getattr(by_path(model, path), name).detach().clone()
-
-
-def _state(path: str, model: Any) -> Any:
-    return {name: value.detach().clone() for name, value in by_path(model, path).state_dict().items()}
+def _copies(path: str, name: str | None, model: Any) -> Any:
+    """A parameter of a module, or its state dict."""
+    module = by_path(model, path)
+    if name is not None:
+        return getattr(module, name).detach().clone()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def _source(path: str, model: Any) -> Any:

@@ -297,13 +297,13 @@ class RemoteStream(OutputStream):
                                 await queue.put(item)
                     before += len(call.asked)
 
+            await queue.put(None)
+
         async def read_to_the_end() -> None:
-            ending: Exception | None = None
             try:
                 await read()
             except ExceptionGroup as group:
-                ending = group.exceptions[0]
-            await queue.put(ending)
+                await queue.put(group.exceptions[0])
 
         reading = asyncio.create_task(read_to_the_end())
         try:
@@ -491,10 +491,11 @@ class Remote(DescribedModel):
 
     def gauges(self) -> Any:
         """As `VLLM.gauges`: a dict of counts for each of the server's workers."""
-        return self._finish(self._gauges())
 
-    async def _gauges(self) -> list[dict[str, int]]:
-        return (await self._ask("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
+        async def asked() -> Any:
+            return (await self._ask("GET", "gauges")).json()["workers"]
+
+        return self._finish(asked())
 
     def close(self) -> None:
         """Wait until consumers and directories have taken their rows, and close the connections to the server."""

@@ -29,6 +29,7 @@ from midstream.plan import fields
 from midstream.plan.ops.edit import READINGS, kinds
 from midstream.plan.vectors import Named, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KIND
+from midstream.sae import SAE
 from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
@@ -121,7 +122,8 @@ class Plugin:
         server = Server(engine_client, captures)
         await server.model.start()
         for name, path in Settings.of(config).saes.items():
-            server.saes[fields.name("--midstream-sae", name)] = await asyncio.to_thread(saes.loaded, server, path)
+            sae = await asyncio.to_thread(lambda path: saes.checked(server, SAE.load(path)), path)
+            server.saes[fields.name("--midstream-sae", name)] = sae
         if not config.model_config.skip_tokenizer_init:  # else all clients would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server

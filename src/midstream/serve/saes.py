@@ -55,22 +55,14 @@ async def upload_sae(request: Request, name: str, replace: bool = False) -> Any:
     server, saes = server_of(request), server_of(request).saes
     fields.name("name", name)
     data = await receive_body(request, MAX_FILE_BYTES, "The SAE has {}; its operator can load it: --midstream-sae.")
-    sae = await asyncio.get_running_loop().run_in_executor(None, _read, server, data)
+    sae = await asyncio.to_thread(lambda: checked(server, SAE.read(data)))
     check_free(request, "saes", name, saes, replace, "name")
     add_owned(request, "saes", saes, {name: sae}, lambda each: each.nbytes, MAX_SAES, MAX_SAE_BYTES)
     return {"saes": {name: _about(sae)}}
 
 
-def loaded(server: Server, path: str) -> SAE:
-    """The operator's SAE in a directory of SAELens's. Raises PlanError if it is none, or does not fit the model."""
-    return _checked(server, SAE.load(path))
-
-
-def _read(server: Server, data: bytes) -> SAE:
-    return _checked(server, SAE.read(data))
-
-
-def _checked(server: Server, sae: SAE) -> SAE:
+def checked(server: Server, sae: SAE) -> SAE:
+    """The SAE, ready to use. Raises PlanError if it does not fit the model."""
     server.model.planner.check(Plan((sae.capture(0),)))
     sae.held  # noqa: B018  # the first time, it takes a while
     return sae
@@ -82,8 +74,7 @@ async def get_sae(request: Request, name: str) -> Any:
     """A sparse autoencoder as `midstream.SAE.read` reads it."""
     saes = server_of(request).saes
     check_there("saes", name, saes)
-    data = await asyncio.get_running_loop().run_in_executor(None, saes[name].written)
-    return Response(data, media_type="application/octet-stream")
+    return Response(await asyncio.to_thread(saes[name].written), media_type="application/octet-stream")
 
 
 @router.delete("/saes/{name:path}")

@@ -619,9 +619,15 @@ class BatchPlans:
         self._requests = requests
         self._tables = TorchTables(points_of(arch), model.device, model.dtype)
         self._hooks = PointHooks(model, arch, (), self._tables, model.dtype)
-        self._attention = partial(_attention_of, model, arch)
+        self._model, self._arch = model, arch
         self._length = 0  # of the running step
         self._is_running = False  # whether a step is
+
+    def _attention(self, layer: int) -> Heads:
+        """The child of a layer's attention that its queries, keys and values pass through."""
+        found = self._model.get_submodule(self._arch.bindings["attn_q", layer].path)
+        assert isinstance(found, Heads)
+        return found
 
     def __enter__(self) -> BatchPlans:
         running = [request.running for request in self._requests if request.running is not None]
@@ -715,10 +721,3 @@ class BatchPlans:
                 reason = request.running.end_step()
                 if reason is not None:
                     request.finish_reason, request.stop_reason = "stop", reason
-
-
-def _attention_of(model: Any, arch: Architecture, layer: int) -> Heads:
-    """The child of a layer's attention that its queries, keys and values pass through."""
-    found = model.get_submodule(arch.bindings["attn_q", layer].path)
-    assert isinstance(found, Heads)
-    return found

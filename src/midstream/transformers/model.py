@@ -97,10 +97,7 @@ class LanguageModel(TraceModel):
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
-            attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
-            `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `router`, `embed`, `final_norm`,
-            `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
+        rename: as of `VLLM`; a key may also be a class of modules.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: the default of `progress` for the model's calls, such as `generate`.
@@ -112,7 +109,6 @@ class LanguageModel(TraceModel):
     """
 
     _has_logprobs = False
-
     has_engine = False
     _can_unembed = True
 
