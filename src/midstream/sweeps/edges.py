@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from midstream.errors import MidstreamError, ParameterError, PromptError, about
+from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
 from midstream.requests.prompts import encode
-from midstream.sweeps.request import SweepRequest, graded
+from midstream.sweeps.request import SweepRequest, graded, one_of
+from midstream.sweeps.results import dataframe
 
 _SITES = ("resid_pre", "attn_z", "resid_mid", "mlp_out", "resid_post")
 EDGE_METRICS = ("logit_diff", "logprob")
@@ -69,11 +70,7 @@ class EdgeScores:
 
     def to_dataframe(self) -> Any:
         """A table with one row for each edge: `sender`, `receiver`, `score`; the largest first. Needs pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
-        return pandas.DataFrame(self.best(self.by_pair[0].size), columns=Edge._fields)
+        return dataframe(self.best(self.by_pair[0].size), columns=Edge._fields)
 
     def plot(self, title: str = "edge attribution", path: str | PathLike[str] | None = None, *, ax: Any = None) -> Any:
         """Draw a heatmap with the senders upwards and the receivers to the right: blue above 0, red below. Grey: no edge.
@@ -102,9 +99,7 @@ class EdgeScores:
 
 def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, metric: Any) -> EdgeScores:
     """See `TraceModel.edge_attribution`."""
-    if metric not in EDGE_METRICS:
-        text = f"metric is {metric!r}. Allowed: {', '.join(map(repr, EDGE_METRICS))}."
-        raise ParameterError(text, field="metric")
+    one_of("metric", metric, EDGE_METRICS)
     _check_model(model)
     asked = SweepRequest(clean, corrupt, answer, foil, metric=metric)
     pairs = _pairs(model, asked)

@@ -68,11 +68,11 @@ class SweepRequest:
     def __post_init__(self) -> None:
         self._check_places()
         if not callable(self.metric):
-            _one_of("metric", self.metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
-        _one_of("source", self.source, SOURCES)
+            one_of("metric", self.metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
+        one_of("source", self.source, SOURCES)
         if self.direction is None:
             self.direction = "denoising" if self.source == "run" else "noising"
-        _one_of("direction", self.direction, DIRECTIONS)
+        one_of("direction", self.direction, DIRECTIONS)
         for name, number, least in (("best", self.best, 1), ("top", self.top, 0)):
             if type(number) is not int or not least <= number <= 1000:
                 raise _refused(name, number, f"a number from {least} to 1000")
@@ -139,7 +139,8 @@ def graded(model: Any, answer: Any, foil: Any) -> Answers:
     return found  # type: ignore[no-any-return]
 
 
-def _one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
+def one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
+    """Raise ParameterError unless `given` is one of `allowed`. `more`: what else is allowed, for the message."""
     if not isinstance(given, str) or given not in allowed:
         raise _refused(name, given, f"{', '.join(map(repr, allowed))}{more}")
 

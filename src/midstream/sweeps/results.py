@@ -279,10 +279,6 @@ class SweepResult:
 
         `token` is the text that is patched in this pair's prompt, and `column` the label in figures.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
         grid, values, recovered = self.outline.grid, self.by_pair, self._each(True)
         reasons = {cell.key: cell.void for cell in self.void}
         rows = []
@@ -314,7 +310,7 @@ class SweepResult:
                         "void": void,
                     }
                 )
-        return pandas.DataFrame(rows)
+        return dataframe(rows)
 
     def plot(
         self,
@@ -518,6 +514,15 @@ class _Rest(msgspec.Struct):
 
 
 NOT_ALIGNED = "the two prompts have different tokens here, and cannot be aligned"
+
+
+def dataframe(rows: Any, columns: Any = None) -> Any:
+    """A pandas DataFrame. Raises MidstreamError without pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
+    return pandas.DataFrame(rows, columns=columns)
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
