@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from prometheus_client import REGISTRY, Metric
@@ -43,7 +43,6 @@ from midstream.serve.requests import (
     SpanOfText,
     adapter_of,
     add_owned,
-    answering_errors,
     check_admin,
     check_free,
     check_quota,
@@ -51,6 +50,7 @@ from midstream.serve.requests import (
     check_there,
     delete_owned,
     error_response,
+    new_router,
     openapi_body,
     owner_of,
     read_place,
@@ -69,7 +69,7 @@ MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
 _NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
-router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+router = new_router()
 
 
 class RunToRecord(BaseModel):
@@ -207,7 +207,6 @@ def _about(vector: Vector) -> dict[str, Any]:
 
 
 @router.post("/vectors")
-@answering_errors
 async def upload_vectors(request: Request, replace: bool = False) -> Any:
     """Register every vector `[hidden]` of a safetensors file, which is the request's body, under its name in the file.
 
@@ -228,7 +227,6 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
 
 
 @router.get("/vectors/{name:path}")
-@answering_errors
 async def get_vector(request: Request, name: str) -> Any:
     """A named vector as a safetensors file, float32 under its name."""
     vectors = server_of(request).model.vectors
@@ -237,7 +235,6 @@ async def get_vector(request: Request, name: str) -> Any:
 
 
 @router.delete("/vectors/{name:path}")
-@answering_errors
 async def delete_vector(request: Request, name: str) -> Any:
     """Forget a vector. Only for the API key that has uploaded it, and for administrators."""
     return delete_owned(request, "vectors", name, server_of(request).model.vectors)
@@ -250,7 +247,6 @@ async def list_runs(request: Request) -> dict[str, Any]:
 
 
 @router.post("/runs", openapi_extra=openapi_body(f"/v1/{NAME}/runs", RunToRecord))
-@answering_errors
 async def record_run(request: Request) -> Any:
     """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
 
@@ -302,7 +298,6 @@ def _run_to_record(server: Server, data: bytes) -> RunToRecord:
 
 
 @router.delete("/runs/{name:path}")
-@answering_errors
 async def delete_run(request: Request, name: str) -> Any:
     """Forget a run. Running requests that use it go on. Only for the API key that has recorded it, and for administrators."""
     runs = server_of(request).model.runs
@@ -325,7 +320,6 @@ async def get_plan(request: Request) -> dict[str, Any]:
 
 
 @router.put("/plan")
-@answering_errors
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. Scores of its probes are in the
     server's metrics. For administrators."""
@@ -347,7 +341,6 @@ async def set_plan(request: Request) -> Any:
 
 
 @router.delete("/plan")
-@answering_errors
 async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
     check_admin(request)

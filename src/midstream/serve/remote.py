@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import Response
 
 from midstream.engine.admission import on_a_thread
@@ -38,8 +38,8 @@ from midstream.serve.requests import (
     MAX_ANSWERS,
     Server,
     adapter_of,
-    answering_errors,
     error_response,
+    new_router,
     receive_body,
     server_of,
 )
@@ -55,7 +55,7 @@ _PROMPT_BYTES = 1 << 10  # preparing a prompt takes as long as reading so many b
 _ALIVE_SECONDS = 5.0
 _SAVES_SECONDS = 0.5
 _log = logging.getLogger(__name__)
-router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+router = new_router()
 
 
 @router.get("/description")
@@ -90,7 +90,6 @@ async def tokenizer(request: Request) -> Any:
 
 
 @router.post("/generate")
-@answering_errors
 async def generate(request: Request) -> Any:
     """Requests of `midstream.Remote`, with plans and, if the server allows it, traces. The body and the response are binary.
 

@@ -31,11 +31,12 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
@@ -266,27 +267,31 @@ async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
             del receiving[owner]
 
 
-def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A route of midstream that answers errors in OpenAI's form. The type of a midstream error is its class.
+class _Route(APIRoute):
+    """A route that answers errors in OpenAI's form. The type of a midstream error is its class, and `param` its `field`, or else "body"."""
 
-    `param` is the error's `field`, or else "body".
-    """
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
+        route = super().get_route_handler()
 
-    @wraps(route)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await route(*args, **kwargs)
-        except RequestRefused as error:
-            return error_response(*error.args)
-        except ClientDisconnect:  # before the body had come; the answer is not read
-            return error_response(400, "The client left.")
-        except _SERVERS_FAULT as error:
-            return error_response(500, str(error), kind=type(error).__name__)
-        except MidstreamError as error:
-            kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-            return error_response(400, str(error), error.field or "body", kind)
+        async def answer(request: Request) -> Any:
+            try:
+                return await route(request)
+            except RequestRefused as error:
+                return error_response(*error.args)
+            except ClientDisconnect:  # before the body had come; the answer is not read
+                return error_response(400, "The client left.")
+            except _SERVERS_FAULT as error:
+                return error_response(500, str(error), kind=type(error).__name__)
+            except MidstreamError as error:
+                own = (each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
+                return error_response(400, str(error), error.field or "body", next(own))
 
-    return call
+        return answer
+
+
+def new_router() -> APIRouter:
+    """A router for routes under /v1/midstream, whose errors are answered."""
+    return APIRouter(prefix=f"/v1/{NAME}", tags=[NAME], route_class=_Route)
 
 
 class Gate:

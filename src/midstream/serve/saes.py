@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from midstream.plan import fields
 from midstream.plan.values import Plan
@@ -13,19 +13,18 @@ from midstream.sae import SAE
 from midstream.serve.requests import (
     Server,
     add_owned,
-    answering_errors,
     check_free,
     check_there,
     delete_owned,
+    new_router,
     receive_body,
     server_of,
 )
-from midstream.settings import NAME
 
 MAX_FILE_BYTES = 128 << 20  # of one SAE
 MAX_SAE_BYTES = 1 << 30  # of all that API keys have uploaded
 MAX_SAES = 64
-router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+router = new_router()
 
 
 def _about(sae: SAE) -> dict[str, Any]:
@@ -46,7 +45,6 @@ async def list_saes(request: Request) -> dict[str, Any]:
 
 
 @router.post("/saes/{name:path}")
-@answering_errors
 async def upload_sae(request: Request, name: str, replace: bool = False) -> Any:
     """Register a sparse autoencoder, which is the request's body as `midstream.SAE.written` writes it.
 
@@ -69,7 +67,6 @@ def checked(server: Server, sae: SAE) -> SAE:
 
 
 @router.get("/saes/{name:path}")
-@answering_errors
 async def get_sae(request: Request, name: str) -> Any:
     """A sparse autoencoder as `midstream.SAE.read` reads it."""
     saes = server_of(request).saes
@@ -78,7 +75,6 @@ async def get_sae(request: Request, name: str) -> Any:
 
 
 @router.delete("/saes/{name:path}")
-@answering_errors
 async def delete_sae(request: Request, name: str) -> Any:
     """Forget a sparse autoencoder. Running requests go on. Only for the API key that has uploaded it, and for administrators."""
     return delete_owned(request, "saes", name, server_of(request).saes)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from midstream import hooks
 from midstream.arch import Architecture
@@ -139,18 +140,13 @@ class GeneratedBatch(_Output):
 
     @staticmethod
     def of(rows: list[Generated], pad: int) -> GeneratedBatch:
-        before = max(len(row.prompt_token_ids) for row in rows)
-        after = max(len(row.token_ids) for row in rows)
-        ids = [
-            [
-                *[pad] * (before - len(row.prompt_token_ids)),
-                *row.prompt_token_ids,
-                *row.token_ids,
-                *[pad] * (after - len(row.token_ids)),
-            ]
-            for row in rows
-        ]
-        output = torch.tensor(ids).as_subclass(GeneratedBatch)
+        prompts, answers = (
+            [torch.tensor(ids, dtype=torch.int64) for ids in each]
+            for each in ([row.prompt_token_ids for row in rows], [row.token_ids for row in rows])
+        )
+        before_BS = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
+        after_BS = pad_sequence(answers, batch_first=True, padding_value=pad)
+        output = torch.cat([before_BS, after_BS], 1).as_subclass(GeneratedBatch)
         output.rows = rows
         return output
 
