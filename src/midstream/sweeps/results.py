@@ -421,13 +421,8 @@ class SweepResult:
         arrays |= {name: getattr(self, name) for name in _HELD}
         if self.coarse is not None:
             arrays |= {f"coarse/{site}": values for site, values in self.coarse.logprobs.items()}
-        rest = {
-            "outline": self.outline,
-            "noise": self.noise,
-            "void": self.void,
-            "coarse_void": self.coarse.void if self.coarse is not None else [],
-            "summary": self.summary,
-        }
+        coarse_void = self.coarse.void if self.coarse is not None else []
+        rest = _Rest(self.outline, self.noise, self.void, coarse_void, self.summary)
         text = np.frombuffer(msgspec.json.encode(rest), np.uint8)
         with Path(path).open("wb") as file:
             np.savez_compressed(file, json=text, **arrays)  # type: ignore[arg-type]
