@@ -219,8 +219,6 @@ def _source_inside(call: Any) -> Any:
 class DescribedModel(TraceModel):
     """A model whose traces run in other processes, on copies of their variables."""
 
-    _ships = True
-
     def __midstream_reference__(self) -> Any:
         return ("model",)
 

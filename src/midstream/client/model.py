@@ -94,7 +94,7 @@ class EditContext(BlockContext):
         if isinstance(block.target, tuple):
             if len(block.target) != 2:
                 raise TraceError("The target of an edit is one name, or two: `with model.edit() as (tracer, edited):`.")
-            self._inplace = self._inplace or self._model._ships
+            self._inplace = self._inplace or self._model.has_engine
             return BodyTracer(), self._view
         if block.target is None and not self._inplace:
             raise TraceError(
@@ -178,9 +178,7 @@ class TraceModel(Sizes):
     _plan: Plan = Plan()
     _planner: tuple[Any, Planner] | None = None  # with the facts that it was made from
     _is_async = False
-    has_engine = True  # whether an engine schedules its requests
-    _has_logprobs = True  # whether it takes logprobs=
-    _ships = False  # whether traces run in another process, on copies of their variables
+    has_engine = True  # whether an engine runs its requests: in other processes, traces on copies of their variables
     _is_elsewhere = False  # whether it runs on another machine
     adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
 

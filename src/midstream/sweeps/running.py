@@ -88,7 +88,7 @@ class SweepRun:
 
     def __init__(self, model: Any, asked: SweepRequest, to: Any = None) -> None:
         self._model, self.asked = model, asked
-        if asked.top and not model._has_logprobs:
+        if asked.top and not model.has_engine:
             raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.", field="top")
         self._directory = None if to is None else Path(to).expanduser()
         self.result: SweepResult | None = None

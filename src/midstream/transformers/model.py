@@ -108,7 +108,6 @@ class LanguageModel(TraceModel):
         ParameterError: transformers does not take an argument, or an argument asks for something that midstream does not support.
     """
 
-    _has_logprobs = False
     has_engine = False
     _can_unembed = True
 
