@@ -15,9 +15,9 @@ from midstream.arch.detect import show_tree
 from midstream.client.model import TraceModel
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
-from midstream.lowering.tiers import explained
+from midstream.lowering.tiers import Lowering, explained, lower_trace
 from midstream.plan.values import ModelFacts, Plan
-from midstream.requests.invokes import Invoke
+from midstream.requests.invokes import Invoke, token_ids
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
@@ -244,6 +244,17 @@ class DescribedModel(TraceModel):
             ]
             for invoke in invokes
         ]
+
+    def _token_ids(self, invoke: Invoke) -> list[int]:
+        return token_ids(invoke, lambda: self.tokenizer, self._architectures)
+
+    def _lower(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode) -> Lowering:
+        """How the traces of invokes can run. `prompts`: their token ids; `code`: of the traces."""
+        assert self.longest_prompt is not None
+        rooms = [self.longest_prompt + 1 - len(ids) for ids in prompts]
+        asked = [invoke.params.get("max_tokens") for invoke in invokes]
+        steps = [max(1, room if most is None else min(room, most)) for room, most in zip(rooms, asked, strict=True)]
+        return lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
 
     @property
     def description(self) -> dict[str, Any]:

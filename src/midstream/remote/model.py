@@ -24,7 +24,7 @@ from midstream.client.described import DescribedModel
 from midstream.client.model import sites_to_record
 from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
 from midstream.lowering.client_traces import Ending
-from midstream.lowering.tiers import Lowering, lower_trace
+from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import nearest
 from midstream.plan.probes import rows_end
 from midstream.plan.selections import Selector
@@ -40,7 +40,6 @@ from midstream.requests.invokes import (
     answers_by_prompt,
     engine_params,
     has_destinations,
-    token_ids,
     with_whole_rows,
 )
 from midstream.requests.prompts import Prompt, encode
@@ -620,10 +619,8 @@ class Remote(DescribedModel):
         self, invokes: Sequence[Invoke], code: ShippedCode, together: bool
     ) -> tuple[Lowering, list[list[int]]]:
         """How the traces run, and the prompts' token ids."""
-        prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
-        steps = [max(1, min(invoke.params.get("max_tokens") or MAX_TOKENS, MAX_TOKENS)) for invoke in invokes]
-        programs, given = self._programs(invokes), [invoke.plan for invoke in invokes]
-        lowering = lower_trace(programs, code, self._known, list(map(len, prompts)), steps)
+        prompts, given = list(map(self._token_ids, invokes)), [invoke.plan for invoke in invokes]
+        lowering = self._lower(invokes, prompts, code)
         streams = self._is_async and any(invoke.is_streamed for invoke in invokes)
         if together or streams or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
             lowering = lowering.in_the_engine()
@@ -645,8 +642,7 @@ class Remote(DescribedModel):
         found = {}
         for i, invoke in enumerate(invokes):
             if has_destinations(invoke.plan):
-                ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
-                plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
+                plan = self.planner.prepare(invoke.plan, invoke.prompt, self._token_ids(invoke), invoke.params)
                 found[i] = CaptureForwarder(plan, invoke.collected, self.sinks)
         return found
 

@@ -31,7 +31,7 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
-from midstream.requests.invokes import Invoke, answers_of, token_ids
+from midstream.requests.invokes import Invoke, answers_of
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import (
@@ -149,15 +149,14 @@ def _stream(server: Server, call: RemoteCall, adapters: Mapping[str | None, Any]
         for number, asked in enumerate(call.asked)
     ]
     with about("asked"):
-        model = server.model
-        prompts = [token_ids(invoke, lambda: model.tokenizer, model._architectures) for invoke in invokes]
+        prompts = list(map(server.model._token_ids, invokes))
     code = ShippedCode(call.programs, call.bodies) if call.programs else None
     with about("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None
         if code is None and call.own:
             _check_engine_wide_plan(server, call, plans)
     try:
-        return model.stream(invokes, prompts, code, call.together, lowering)
+        return server.model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
         with about("plans"):
             raise

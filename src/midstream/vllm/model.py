@@ -17,14 +17,13 @@ from midstream.client.model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.lowering.client_traces import Ending
-from midstream.lowering.tiers import Lowering, lower_trace
+from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import refuse
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
     Invoke,
     PreparedPlan,
     engine_params,
-    token_ids,
     without_destinations,
 )
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
@@ -230,12 +229,11 @@ class VLLM(DescribedModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
-        prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
+        prompts = list(map(self._token_ids, invokes))
         code = self._code(invokes)
         lowering = None
         if code is not None and self._connection.is_described:
-            steps = [self._most_steps(invoke, ids) for invoke, ids in zip(invokes, prompts, strict=True)]
-            lowering = lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
+            lowering = self._lower(invokes, prompts, code)
 
         def requests() -> list[EngineRequest]:
             return self._requests(invokes, prompts, code, together, lowering)
@@ -244,12 +242,6 @@ class VLLM(DescribedModel):
             made = requests()  # checked at once
             return EngineStream(self._connection, lambda: made)
         return EngineStream(self._connection, requests)  # plans are checked after the engine has started
-
-    def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
-        """The largest number of steps that the request can have."""
-        room = self.vllm_config.model_config.max_model_len - len(ids)
-        asked = invoke.params.get("max_tokens")
-        return max(1, min(room, room if asked is None else asked))
 
     def stream(
         self,
