@@ -23,7 +23,6 @@ from midstream.client.tracing import BlockContext, Session, Tracer, in_with_head
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.lowering.functions import with_programs
 from midstream.plan import fields
-from midstream.plan.selections import Selector
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import (
@@ -43,7 +42,7 @@ from midstream.requests.invokes import (
 )
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
-from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
+from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun
 from midstream.sweeps.request import Metric, SweepRequest
@@ -141,21 +140,6 @@ _EDITS = itertools.count(1)  # numbers of edits without a name
 def _refuse_in_trace(name: str) -> None:
     if is_in_body():
         raise inside(name)
-
-
-def sites_to_record(sites: str | Sequence[str], positions: Any) -> list[str]:
-    """The sites that `record` was given. Raises PlanError for none, and for positions that are not all in the prompt."""
-    words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
-    if words or (isinstance(positions, Selector) and positions.selects_generated):
-        raise PlanError(
-            f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, a Span, or a "
-            "Selector of these.",
-            field="positions",
-        )
-    each = [sites] if isinstance(sites, str) else list(sites)
-    if not each:
-        raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
-    return each
 
 
 class TraceModel(Sizes):
@@ -708,24 +692,16 @@ class TraceModel(Sizes):
             ParameterError: the adapter is not one, or cannot be loaded.
         """
         own = self._adapter_alone(adapter, "record")
-        return self._finish(self._recording(prompt, sites, layers, positions, name, adapter=own))  # type: ignore[no-any-return]
+        asked = RunRequest(prompt, sites, layers, positions, name, own)
+        return self._finish(self._recording(asked))  # type: ignore[no-any-return]
 
-    def _recording(
-        self,
-        prompt: Prompt,
-        sites: str | Sequence[str],
-        layers: Any,
-        positions: Any,
-        name: str | None,
-        owner: str = "",
-        adapter: Any = None,
-    ) -> Coroutine[Any, Any, RecordedRun]:
-        """As `record`, to be awaited. `owner`: to whom the run's bytes are charged, see `runtime.store.RunStore`."""
-        sites = sites_to_record(sites, positions)
+    def _recording(self, asked: RunRequest) -> Coroutine[Any, Any, RecordedRun]:
+        layers, positions, name = asked.layers, asked.positions, asked.name
+        sites = asked.checked_sites()
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         name = self.runs.new_name() if name is None else fields.name("name", name)
-        record = uuid.uuid4().hex, name, owner
-        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record, adapter=adapter)
+        record, params = (uuid.uuid4().hex, name, asked.owner), {"max_tokens": 1, "temperature": 0.0}
+        invoke = Invoke(asked.prompt, None, params, plan, record=record, adapter=asked.adapter)
         return self._recorded(self._run([invoke]), record)
 
     async def _recorded(self, running: OutputStream, record: RecordAs) -> RecordedRun:

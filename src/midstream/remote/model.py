@@ -21,7 +21,6 @@ from midstream import errors
 from midstream.capture.consumers import Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.model import sites_to_record
 from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering
@@ -44,7 +43,7 @@ from midstream.requests.invokes import (
 )
 from midstream.requests.prompts import Prompt, encode
 from midstream.requests.streams import Called, Item, OutputStream
-from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
+from midstream.requests.vectors_and_runs import RunInfo, RunRequest, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.sae import SAE
 from midstream.settings import NAME
@@ -501,27 +500,18 @@ class Remote(DescribedModel):
         self.sinks.close()
         self._connection.close()
 
-    async def _recording(
-        self,
-        prompt: Prompt,
-        sites: str | Sequence[str],
-        layers: Any,
-        positions: Any,
-        name: str | None,
-        owner: str = "",
-        adapter: Any = None,
-    ) -> RecordedRun:
+    async def _recording(self, asked: RunRequest) -> RecordedRun:
         """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
-        asked = {
-            "prompt": self._prompt_data(prompt),
-            "sites": sites_to_record(sites, positions),
-            "layers": _listed(layers),
-            "positions": _positions(positions),
-            "replace": name is not None,
-            **({} if name is None else {"name": name}),
-            **({} if adapter is None else {"model": adapter}),
+        body = {
+            "prompt": self._prompt_data(asked.prompt),
+            "sites": asked.checked_sites(),
+            "layers": _listed(asked.layers),
+            "positions": _positions(asked.positions),
+            "replace": asked.name is not None,
+            **({} if asked.name is None else {"name": asked.name}),
+            **({} if asked.adapter is None else {"model": asked.adapter}),
         }
-        ((name, run),) = (await self._ask("POST", "runs", json=asked)).json()["runs"].items()
+        ((name, run),) = (await self._ask("POST", "runs", json=body)).json()["runs"].items()
         return await self.runs.add(_handle(name, run))
 
     async def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:

@@ -29,6 +29,7 @@ from midstream.plan import fields
 from midstream.plan.ops.edit import READINGS, kinds
 from midstream.plan.vectors import Named, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KIND
+from midstream.requests.vectors_and_runs import RunRequest
 from midstream.sae import SAE
 from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
@@ -268,9 +269,9 @@ async def record_run(request: Request) -> Any:
     check_quota("runs", len(mine | {name}), len(names | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
-        given = (run.prompt, run.sites, run.layers, read_place(run.positions), name, owner.hex(), adapter)
+        asked = RunRequest(run.prompt, run.sites, run.layers, read_place(run.positions), name, adapter, owner.hex())
         # A long text takes seconds to tokenize.
-        await (await on_a_thread(len(data), model._recording, *given))
+        await (await on_a_thread(len(data), model._recording, asked))
         server.owners["runs", name] = owner
     except MidstreamError as error:
         error.field = _FIELDS_OF_A_RUN.get(error.field or "", error.field)

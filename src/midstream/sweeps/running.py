@@ -39,7 +39,7 @@ from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
 from midstream.requests.prompts import Prompt, encode, offsets_of
-from midstream.requests.vectors_and_runs import finish_cleanup
+from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -272,10 +272,8 @@ class SweepRun:
         sites, layers = self._planes(grid)
 
         async def record(ids: list[int]) -> RecordedRun:
-            name = new_name()
-            run: RecordedRun = await self._model._recording(
-                ids, sites, layers, "all_prompt", name, adapter=self.asked.adapter
-            )
+            asked = RunRequest(ids, sites, layers, name=new_name(), adapter=self.asked.adapter)
+            run: RecordedRun = await self._model._recording(asked)
             runs.append(run)
             await self._model.runs.lease([run.id])
             return run
