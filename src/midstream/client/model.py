@@ -17,7 +17,7 @@ from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.capture.listing import Listing
 from midstream.capture.loading import Asked
-from midstream.client.activations import Activations, captures_of
+from midstream.client.activations import Activations
 from midstream.client.collecting import Collection, Estimate
 from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
@@ -640,7 +640,9 @@ class TraceModel(Sizes):
                     field="plan",
                 )
         prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts)[0]
-        return Activations(self.generate, prompts, asked, captures_of(asked, positions, dtype) + plan, epochs, sampled)
+        options = {"positions": positions, "dtype": dtype}
+        captures = [Capture(name, layers=number, when=when, **options) for name, number, when in asked.planes]
+        return Activations(self.generate, prompts, asked, Plan.of(captures) + plan, epochs, sampled)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
