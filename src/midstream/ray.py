@@ -235,12 +235,11 @@ def _missing(prompts: Any, prompt_column: str, id_column: str | None, there: Map
 def _as_json(prompt: Any) -> str:
     """A prompt as text. Arrow gives each message the keys of all, with None."""
     if isinstance(prompt, list):
-        prompt = [_without_none(part) if isinstance(part, dict) else part for part in prompt]
+        prompt = [
+            {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+            for part in prompt
+        ]
     return json.dumps(prompt, default=lambda array: array.tolist())
-
-
-def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if value is not None}
 
 
 class Engine:

@@ -316,9 +316,8 @@ class TraceModel(Sizes):
             trace: False returns the output, without a with-statement; for a list of prompts, a list of outputs.
             progress: as in `generate`.
             params: the adapter, as in `generate`; and sampling parameters: `max_tokens` (default 1), `temperature` and so on. Decoding is
-                greedy unless `temperature`,
-                `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel` also
-                `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single forward.
+                greedy unless `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel`
+                also `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single forward.
 
         Raises:
             PromptError: an empty prompt, one that does not fit into one step, or a chat without a chat template.
