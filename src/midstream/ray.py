@@ -99,7 +99,7 @@ def collect(
         ray.exceptions.RayError: an engine did not start.
     """
     to, engine = Path(to).expanduser().absolute(), dict(engine or {})
-    options = {"shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
+    options: dict[str, Any] = {"shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
     Collection(None, [], plan, to, sampling(params, 1), **options)  # raises
     argument: AdapterArgument | None = "lora_request" if backend == "vllm" else None
     adapter, _ = adapter_in({"lora_request": lora_request}, argument)  # raises

@@ -109,7 +109,7 @@ class Collection:
             directory = str(self.directory.absolute())
             self._sink = Consumer("directory", directory=directory, shard_bytes=self.shard_bytes)
         self.plan = _own_plan(self.plan)
-        self.ids = None if self.ids is None else _checked_ids(list(self.ids), len(self.prompts))
+        self._ids = None if self.ids is None else _checked_ids(list(self.ids), len(self.prompts))
         self._names: list[str] = []  # the id of each prompt, once `missing` was called
         if self.params.get("n", 1) != 1:
             raise ParameterError(
@@ -258,12 +258,12 @@ class Collection:
         for number, prompt in enumerate(self.prompts):
             ids = encode(prompt, planner.tokenizer)
             tokens = digest_of(ids)
-            name = self.ids[number] if self.ids is not None else _name(tokens, seen)
+            name = self._ids[number] if self._ids is not None else _name(tokens, seen)
             self._names.append(name)
             other = self._listing.ids.get(tokens)
-            if name not in listed and other is not None and _is_made(other, tokens) != (self.ids is None):
+            if name not in listed and other is not None and _is_made(other, tokens) != (self._ids is None):
                 how = (
-                    "with ids=, and this call has none" if self.ids is None else "without ids=, and this call has them"
+                    "with ids=, and this call has none" if self._ids is None else "without ids=, and this call has them"
                 )
                 raise CaptureError(
                     f"{self.directory} has prompt {number} already, as {other!r}. It was collected {how}. Collect it as "

@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
+    Coroutine,
     Iterator,
     Mapping,
     MutableMapping,
@@ -35,7 +35,7 @@ from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
@@ -270,10 +270,10 @@ async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
 class _Route(APIRoute):
     """A route that answers errors in OpenAI's form. The type of a midstream error is its class, and `param` its `field`, or else "body"."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         route = super().get_route_handler()
 
-        async def answer(request: Request) -> Any:
+        async def answer(request: Request) -> Response:
             try:
                 return await route(request)
             except RequestRefused as error:
@@ -415,8 +415,10 @@ def add_owned(
     before = {name: each for name, each in uploaded.items() if owners[what, name] == owner}
     called = "SAEs" if what == "saes" else what
     for unit, limit, measure in ((called, most, lambda _: 1), (f"bytes of {called}", most_bytes, size)):
-        sizes = [sum(map(measure, each.values())) for each in ({**before, **new}, {**uploaded, **new}, before)]
-        check_quota(unit, *sizes[:2], limit, sizes[2])
+        own, together, held = (
+            sum(map(measure, each.values())) for each in ({**before, **new}, {**uploaded, **new}, before)
+        )
+        check_quota(unit, own, together, limit, held)
     there.update(new)
     owners |= dict.fromkeys(((what, name) for name in new), owner)
 
