@@ -122,7 +122,7 @@ def collect(
     missing = missing.repartition(target_num_rows_per_block=batch_size).materialize()
     if num_gpus is None:
         num_gpus = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
-    arguments = partial(start_model, model, backend, engine), {"plan": text, "to": str(to), "params": params, **options}
+    arguments = partial(start_model, model, backend, engine), {"plan": text, "to": str(to), **options, **params}
     asked, tables = _ids(missing), [RAN.empty_table()]
     while count := missing.count():
         before = len(listing.digests)

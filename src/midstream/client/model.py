@@ -498,15 +498,22 @@ class TraceModel(Sizes):
             raise KeyboardInterrupt(collection.how_to_go_on()) from None
 
     def collect_batch(
-        self, prompts: Sequence[Prompt], params: Mapping[str, Any], **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        plan: Any,
+        to: str | Path,
+        ids: Iterable[Any],
+        shard_bytes: int | None = None,
+        skip_special_tokens: bool = False,
+        **params: Any,
     ) -> dict[str, tuple[int, int]]:
         """`collect` for one of several engines that share a job, such as an actor of `midstream.ray`: it shows no progress, and leaves the
         check of the free space to the job.
 
         Args:
             prompts: run at once.
-            params: sampling parameters and the adapter.
-            options: `plan`, `to`, `ids`, `shard_bytes` and `skip_special_tokens`, as in `collect`.
+            plan, to, ids, shard_bytes, skip_special_tokens, params: as in `collect`.
 
         Returns:
             the rows and bytes of each prompt that has run, by its id; without those that the directory has.
@@ -514,6 +521,8 @@ class TraceModel(Sizes):
         Raises the errors of `collect`.
         """
         _refuse_in_trace("collect_batch")
+        options = {"plan": plan, "to": to, "ids": ids, "shard_bytes": shard_bytes}
+        options["skip_special_tokens"] = skip_special_tokens
         invokes, sizes = self._collection("collect_batch", prompts, params, **options).missing()
         if invokes:
             self._finish(self._results(self._run(invokes)))
