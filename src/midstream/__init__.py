@@ -59,32 +59,20 @@ __all__ = [
     "save",
 ]
 
-_HOMES = {
-    "Apply": "midstream.plan.values",
-    "Capture": "midstream.plan.values",
-    "Clamp": "midstream.plan.values",
-    "Consumer": "midstream.plan.values",
-    "GeneratedTokens": "midstream.plan.selections",
-    "Knockout": "midstream.plan.values",
-    "LanguageModel": "midstream.transformers.model",
-    "Patch": "midstream.plan.values",
-    "Plan": "midstream.plan.values",
-    "Probe": "midstream.plan.values",
-    "RecordedRun": "midstream.plan.values",
-    "Remote": "midstream.remote.model",
-    "SAE": "midstream.sae",
-    "Span": "midstream.plan.values",
-    "Steer": "midstream.plan.values",
-    "Subsample": "midstream.plan.selections",
-    "SweepResult": "midstream.sweeps.results",
-    "VLLM": "midstream.vllm.model",
-    "When": "midstream.plan.values",
-    "backward": "midstream.trace.tracer",
-    "demo_model": "midstream.bundled",
-    "engine_arguments": "midstream.engine.launch",
-    "open_captures": "midstream.capture.directory",
-    "save": "midstream.trace.tracer",
+_MODULES = {
+    "bundled": "demo_model",
+    "capture.directory": "open_captures",
+    "engine.launch": "engine_arguments",
+    "plan.selections": "GeneratedTokens Subsample",
+    "plan.values": "Apply Capture Clamp Consumer Knockout Patch Plan Probe RecordedRun Span Steer When",
+    "remote.model": "Remote",
+    "sae": "SAE",
+    "sweeps.results": "SweepResult",
+    "trace.tracer": "backward save",
+    "transformers.model": "LanguageModel",
+    "vllm.model": "VLLM",
 }
+_HOMES = {name: f"midstream.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 # Names of nnsight's that midstream does not have.
 _OTHERS = {

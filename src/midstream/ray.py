@@ -99,7 +99,8 @@ def collect(
         ray.exceptions.RayError: an engine did not start.
     """
     to, engine = Path(to).expanduser().absolute(), dict(engine or {})
-    Collection([], plan, to, None, sampling(params, 1), shard_bytes, skip_special_tokens=skip_special_tokens)  # raises
+    options: dict[str, Any] = {"shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
+    Collection(None, [], plan, to, sampling(params, 1), **options)  # raises
     argument: AdapterArgument | None = "lora_request" if backend == "vllm" else None
     adapter, _ = adapter_in({"lora_request": lora_request}, argument)  # raises
     text = Plan.of(plan).to_json()
@@ -121,8 +122,7 @@ def collect(
     missing = missing.repartition(target_num_rows_per_block=batch_size).materialize()
     if num_gpus is None:
         num_gpus = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
-    given = {"plan": text, "to": str(to), "shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
-    arguments = partial(start_model, model, backend, engine), given | params
+    arguments = partial(start_model, model, backend, engine), {"plan": text, "to": str(to), **options, **params}
     asked, tables = _ids(missing), [RAN.empty_table()]
     lost = missing.count()
     while lost:
@@ -240,12 +240,11 @@ def _missing(prompts: Any, prompt_column: str, id_column: str | None, there: Map
 def _as_json(prompt: Any) -> str:
     """A prompt as text. Arrow gives each message the keys of all, with None."""
     if isinstance(prompt, list):
-        prompt = [_without_none(part) if isinstance(part, dict) else part for part in prompt]
+        prompt = [
+            {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+            for part in prompt
+        ]
     return json.dumps(prompt, default=lambda array: array.tolist())
-
-
-def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if value is not None}
 
 
 class Engine:

@@ -171,13 +171,14 @@ def in_the_forward(model):
 @contextmanager
 def tiers_noted():
     """A list that gets the tier of each request."""
-    seen, original = [], VLLM._request
+    seen, original = [], VLLM._lowered
 
-    def request(self, tier, *rest):
-        seen.append(tier)
-        return original(self, tier, *rest)
+    def lowered(self, invokes, *rest):
+        work = original(self, invokes, *rest)
+        seen.extend([Tier.FORWARD if work is None else work.tier] * len(invokes))
+        return work
 
-    with mock.patch.object(VLLM, "_request", request):
+    with mock.patch.object(VLLM, "_lowered", lowered):
         yield seen
 
 

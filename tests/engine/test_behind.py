@@ -15,9 +15,8 @@ import torch
 from engines import alive
 
 from midstream import Capture, Steer
+from midstream.client import described
 from midstream.errors import MidstreamError
-from midstream.remote import model as remote
-from midstream.vllm import model as vllm
 
 if TYPE_CHECKING:
     from midstream import VLLM
@@ -31,10 +30,7 @@ STEPS = 4
 @contextmanager
 def in_the_forward() -> Iterator[None]:
     """Without the mechanism: every trace stays in the forward."""
-    with (
-        mock.patch.object(vllm, "lower_trace", lambda *_: None),
-        mock.patch.object(remote, "lower_trace", lambda *_: None),
-    ):
+    with mock.patch.object(described, "lower_trace", lambda *_: None):
         yield
 
 

@@ -15,8 +15,8 @@ from engines import alive
 
 import midstream
 from midstream import Capture, Steer
+from midstream.client import described
 from midstream.errors import MidstreamError
-from midstream.vllm import model as vllm
 
 if TYPE_CHECKING:
     from oracle import Plain
@@ -38,7 +38,7 @@ def here(pytestconfig: pytest.Config) -> None:
 
 def in_the_forward() -> Any:
     """Without the mechanism: every trace stays in the forward."""
-    return mock.patch.object(vllm, "lower_trace", lambda *_: None)
+    return mock.patch.object(described, "lower_trace", lambda *_: None)
 
 
 def traced_steps(engine: VLLM) -> int:

@@ -70,5 +70,7 @@ def test_requests_are_counted_as_they_end(model: Any) -> None:
     plan = Plan.of(Steer("resid_post", layers=0, vector=[0.0] * model.hidden_size))
     ended: list[int] = []
     invokes = [Invoke([1, 2, 3], None, sampling({}, 2 * n), plan) for n in (1, 2, 3)]
-    model._finish(model._run(invokes, ended=ended.append).gathered())
+    running = model._run(invokes)
+    running.ended = ended.append
+    model._finish(running.gathered())
     assert ended == [1, 1, 1]

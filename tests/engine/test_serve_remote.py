@@ -35,6 +35,7 @@ from servers import ADMIN, KEYS, Server
 from toy_selector import Around, Every, LastTwo
 
 from midstream import Capture, Patch, Plan, Remote, Span, Steer, open_captures
+from midstream.client import described
 from midstream.errors import (
     InterventionError,
     MidstreamError,
@@ -247,7 +248,7 @@ def test_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain: P
     """It says that its body need not stop the forward, with a plan that captures nothing."""
     lie = remote.Lowering(Tier.BEHIND, [Plan()], [False])
     with (
-        mock.patch.object(remote, "lower_trace", lambda *_: lie),
+        mock.patch.object(described, "lower_trace", lambda *_: lie),
         pytest.raises(MidstreamError, match="was not captured for this trace"),
     ):
         model.run(lambda m: m.layers_output[2], FRANCE)

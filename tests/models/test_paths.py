@@ -435,4 +435,4 @@ def test_an_engine_has_no_gradients(engine):
 def test_a_server_has_no_route_of_paths():
     remote = object.__new__(Remote)
     with pytest.raises(ParameterError, match="Call it on a VLLM or a LanguageModel"):
-        remote._path_patching()
+        remote.path_patching(*PAIR)

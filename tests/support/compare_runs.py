@@ -28,9 +28,9 @@ from engines import left
 from transformers import AutoModelForCausalLM
 
 from midstream import VLLM, Capture, LanguageModel, Steer
+from midstream.client import described
 from midstream.commands import compare
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.vllm import model as client
 
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
 # Clean, corrupt, and the tokens of answer and foil.
@@ -260,7 +260,7 @@ def by_modules(model: VLLM, directory: Path) -> dict[str, list[Any]]:
         v = 0.1 * torch.linspace(-1, 1, model.run(read, PROMPTS[:1])[0][0].shape[-1])
         write.__defaults__ = (v,)
         runs = []
-        for place in (contextlib.nullcontext(), mock.patch.object(client, "lower_trace", lambda *_: None)):
+        for place in (contextlib.nullcontext(), mock.patch.object(described, "lower_trace", lambda *_: None)):
             before = model.gauges()[0]["forward_traced_steps"]
             with place:
                 values = [model.run(read, PROMPTS), model.run(write, PROMPTS)]

@@ -81,7 +81,7 @@ def test_outputs_with_files_come_at_once_and_leave_nothing_when_they_are_left(tm
     async def main() -> None:
         forwarders: Any = {i: Forwarder(str(i)) for i in range(5)}
         calls: Any = [(SimpleNamespace(asked=range(5)), None)]
-        stream = RemoteStream(Server(), calls, [forwarders], lambda _: None)  # type: ignore[arg-type]
+        stream = RemoteStream(Server(), calls, [forwarders])  # type: ignore[arg-type]
         async with stream.running() as items:
             came = [await asyncio.wait_for(anext(items), 20) for _ in range(3)]
             assert all(len(item[1].captures["resid_post", 1]) == 2 for item in came)

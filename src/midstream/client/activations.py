@@ -16,7 +16,7 @@ import torch
 from midstream.capture.loading import Asked, Pool, cut, read_ahead
 from midstream.errors import CaptureError, ParameterError
 from midstream.plan import fields
-from midstream.plan.values import Capture, Plan
+from midstream.plan.values import Plan
 from midstream.requests.prompts import Prompt
 
 _FIRST_PROMPTS = 32  # run to find out how many rows a prompt has
@@ -127,10 +127,3 @@ class Activations:
                 ids = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
                 context = ids[positions], positions, torch.full_like(positions, number)
             yield Pool(rows, context)
-
-
-def captures_of(asked: Asked, positions: Any, dtype: Any) -> Plan:
-    """The captures of the rows that batches are made of."""
-    return Plan.of([
-        Capture(site, layers=layer, when=when, positions=positions, dtype=dtype) for site, layer, when in asked.planes
-    ])  # fmt: skip

@@ -16,6 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,71 +67,68 @@ class Part(NamedTuple):
     mean_bytes: float
 
 
+@dataclass(eq=False)
 class Collection:
     """One call of `collect`.
 
-    Args:
+    Attributes:
+        model: the TraceModel that will run the prompts; None to check the arguments alone.
         prompts, plan, ids, shard_bytes, limit_bytes, skip_special_tokens: as in `TraceModel.collect`.
         to: the same; None for an estimate of all prompts.
         params: sampling parameters, including `max_tokens`.
         listing: of the directory, from an earlier call; None reads all of its index.
         adapter: of all prompts, as of `Invoke`.
 
-    Attributes:
-        names: the id of each prompt, once `parts` has been called.
-
     Raises:
         PlanError, PromptError, ParameterError: for errors that can be found without the model.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        plan: Any,
-        to: str | Path | None,
-        ids: Iterable[Any] | None,
-        params: Mapping[str, Any],
-        shard_bytes: int | None = None,
-        limit_bytes: int | None = None,
-        skip_special_tokens: bool = False,
-        listing: Listing | None = None,
-        adapter: Any = None,
-    ) -> None:
-        self._prompts, self._params, self._adapter = prompts, dict(params), adapter
-        self.directory = Path(os.devnull if to is None else to).expanduser()  # an estimate needs none
-        self._listing = listing or Listing(self.directory)
+    model: Any
+    prompts: Sequence[Prompt]
+    plan: Any
+    to: str | Path | None
+    params: dict[str, Any]
+    ids: Iterable[Any] | None = None
+    shard_bytes: int | None = None
+    limit_bytes: int | None = None
+    skip_special_tokens: bool = False
+    listing: Listing | None = None
+    adapter: Any = None
+
+    def __post_init__(self) -> None:
+        self.directory = Path(os.devnull if self.to is None else self.to).expanduser()  # an estimate needs none
+        self._listing = self.listing or Listing(self.directory)
         self._sink: str | Consumer = str(self.directory)
-        for name, given in {"shard_bytes": shard_bytes, "limit_bytes": limit_bytes}.items():
+        for name in ("shard_bytes", "limit_bytes"):
+            given = getattr(self, name)
             if given is not None and (not isinstance(given, int) or given < 1):
                 raise ParameterError(f"{name} is {given!r}; allowed is a number of bytes, from 1.")
-        self._limit_bytes = limit_bytes
-        self._skips_special = fields.flag("skip_special_tokens", skip_special_tokens)
+        fields.flag("skip_special_tokens", self.skip_special_tokens)
         self._there: int | None = None  # how many prompts the directory has, once `parts` was called
-        if shard_bytes is not None:
-            self._sink = Consumer("directory", directory=str(self.directory.absolute()), shard_bytes=shard_bytes)
-        self._plan = _own_plan(plan)
-        self._ids = None if ids is None else _checked_ids(list(ids), len(prompts))
-        self.names: list[str] = []
-        if params.get("n", 1) != 1:
+        if self.shard_bytes is not None:
+            directory = str(self.directory.absolute())
+            self._sink = Consumer("directory", directory=directory, shard_bytes=self.shard_bytes)
+        self.plan = _own_plan(self.plan)
+        self._ids = None if self.ids is None else _checked_ids(list(self.ids), len(self.prompts))
+        self._names: list[str] = []  # the id of each prompt, once `missing` was called
+        if self.params.get("n", 1) != 1:
             raise ParameterError(
-                f"n is {params['n']}; collect takes n=1. Give a prompt several times, with a different id each time."
+                f"n is {self.params['n']}; collect takes n=1. Give a prompt several times, with a different id each time."
             )
-        if self._has_generated and params["max_tokens"] == 1:
+        if self._has_generated and self.params["max_tokens"] == 1:
             raise ParameterError(
                 "max_tokens is 1, and the last generated token has no row: give collect a larger one to capture generated rows."
             )
 
-    def parts(self, model: Any) -> list[Part]:
+    def parts(self) -> list[Part]:
         """The requests to run, in parts, all of them checked. Logs what they will write.
-
-        `model`: the TraceModel that will run them.
 
         Raises:
             CaptureError: the directory contains another collection, or the file system has too little space.
         """
-        missing, sizes = self.missing(model)
+        missing, sizes = self.missing()
         remove_orphans(self.directory)
-        self._there = len(self._prompts) - len(missing)
+        self._there = len(self.prompts) - len(missing)
         fitting = self._fitting(missing, sizes)
         self._tell(missing, sizes[:fitting])
         missing, sizes = missing[:fitting], sizes[:fitting]
@@ -139,14 +137,14 @@ class Collection:
             for first in range(0, fitting, PART)
         ]
 
-    def estimate(self, model: Any) -> Estimate:
+    def estimate(self) -> Estimate:
         """What `parts` would write without `limit_bytes`. Raises the errors of the prompts and the plan."""
-        return _sum_of(self.missing(model)[1])
+        return _sum_of(self.missing()[1])
 
     def store(self) -> Store:
         """The captures of these prompts, once they have been written."""
         self._listing.refresh()
-        return Store(self.directory, self.names, self._listing)
+        return Store(self.directory, self._names, self._listing)
 
     def ended(self, bar: Bar, part: Part, count: int) -> None:
         """Note that so many requests of a part have ended."""
@@ -159,18 +157,18 @@ class Collection:
         """What to tell a user who has interrupted the collection. Requests that have just ended are written as the process ends."""
         there = "The prompts that are complete"
         if self._there is not None:
-            there = f"At least {self._there:,} of {len(self._prompts):,} prompts"
+            there = f"At least {self._there:,} of {len(self.prompts):,} prompts"
         return f"{there} are in {str(self.directory)!r}; the same call again collects the others."
 
     def _fitting(self, missing: Sequence[Invoke], sizes: np.ndarray) -> int:
         """How many of the missing prompts fit `limit_bytes`, in their order. Raises ParameterError if not even the first one does."""
-        if self._limit_bytes is None or not missing:
+        if self.limit_bytes is None or not missing:
             return len(missing)
-        fitting = int(np.searchsorted(sizes[:, 1].cumsum(), self._limit_bytes, side="right"))
+        fitting = int(np.searchsorted(sizes[:, 1].cumsum(), self.limit_bytes, side="right"))
         if not fitting:
             assert missing[0].collected is not None
             raise ParameterError(
-                f"limit_bytes is {self._limit_bytes:,}; allowed: at least {sizes[0, 1]:,}, the bytes of the prompt "
+                f"limit_bytes is {self.limit_bytes:,}; allowed: at least {sizes[0, 1]:,}, the bytes of the prompt "
                 f"{missing[0].collected.id!r}, which is the next one."
             )
         return fitting
@@ -189,7 +187,7 @@ class Collection:
             )
         text = f"{len(missing):,} prompts to collect"
         if self._there:
-            there = f"{self._there:,} of {len(self._prompts):,} prompts"
+            there = f"{self._there:,} of {len(self.prompts):,} prompts"
             text = f"{there} are in {self.directory} already; {len(missing):,} to go"
         if will.prompts:
             text += f": {written}; {_amount(disk.free)} are free"
@@ -200,27 +198,30 @@ class Collection:
 
     @property
     def _has_generated(self) -> bool:
-        return any(capture.selects_generated for capture in self._plan.captures)
+        return any(capture.selects_generated for capture in self.plan.captures)
 
-    def _identity(self, model: Any) -> Collected:
+    def _identity(self) -> Collected:
         """The index entry of each prompt, without its id."""
+        model = self.model
         path, facts = Path(model.model_name).expanduser(), model.facts
         name = str(path.resolve()) if path.is_dir() else model.model_name
-        plan = with_programs(Plan(model.plan.edits) + self._plan, facts)
+        plan = with_programs(Plan(model.plan.edits) + self.plan, facts)
         plan = with_digests(plan, model.vectors.digests)
-        params = json.dumps(self._params, sort_keys=True, default=str) if self._has_generated else ""
-        special = f" without the tokens {self._special(model)}" if self._skips_special else ""
+        params = json.dumps(self.params, sort_keys=True, default=str) if self._has_generated else ""
+        special = f" without the tokens {self._special}" if self.skip_special_tokens else ""
         plan_hash = plan.normal(facts.num_layers).hash
-        adapted = "" if self._adapter is None else f" with the adapter {model.name_of_adapter(self._adapter)}"
+        adapted = "" if self.adapter is None else f" with the adapter {model.name_of_adapter(self.adapter)}"
         return Collected("", f"{name} ({facts.dtype}){adapted}", digest(f"{plan_hash} {params}{special}".encode()))
 
-    def _special(self, model: Any) -> list[int]:
+    @cached_property
+    def _special(self) -> list[int]:
         """The tokens that `skip_special_tokens` leaves out: those that `tokenizer.decode(skip_special_tokens=True)` does."""
-        if not self._skips_special:
+        if not self.skip_special_tokens:
             return []
         # `all_special_ids` alone lacks some, such as those of Llama 3's chat template.
-        added = getattr(model.tokenizer, "added_tokens_decoder", {})
-        return sorted({*model.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)})
+        tokenizer = self.model.tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        return sorted({*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)})
 
     def _listed(self, expected: Collected) -> Mapping[str, str]:
         """The digest of each prompt in the directory, by id. Raises CaptureError if the directory contains another collection."""
@@ -242,22 +243,23 @@ class Collection:
                 )
         return listing.digests
 
-    def missing(self, model: Any) -> tuple[list[Invoke], np.ndarray]:
+    def missing(self) -> tuple[list[Invoke], np.ndarray]:
         """The prompts that are not listed, checked, in their order; and the rows and bytes of each, `[prompts, 2]`."""
+        model = self.model
         planner, facts, longest_prompt = model.planner, model.facts, model.longest_prompt
-        collected = self._identity(model)
+        collected = self._identity()
         listed = self._listed(collected)
-        by_text = has_spans(model.plan + self._plan)
-        special = set(self._special(model))
+        by_text = has_spans(model.plan + self.plan)
+        special = set(self._special)
         plans: dict[tuple[int, ...], tuple[Plan, Plan]] = {}  # by the positions that are left out; prompts share them
         known: dict[Any, tuple[int, int]] = {}  # by these positions and the length, on which alone the checks depend
         seen, sizes = Counter[str](), list[tuple[int, int]]()
         invokes = []
-        for number, prompt in enumerate(self._prompts):
+        for number, prompt in enumerate(self.prompts):
             ids = encode(prompt, planner.tokenizer)
             tokens = digest_of(ids)
             name = self._ids[number] if self._ids is not None else _name(tokens, seen)
-            self.names.append(name)
+            self._names.append(name)
             other = self._listing.ids.get(tokens)
             if name not in listed and other is not None and _is_made(other, tokens) != (self._ids is None):
                 how = (
@@ -286,7 +288,7 @@ class Collection:
                     if left_out not in plans or (by_text and left_out):
                         own = self._own(left_out, prompt, ids, planner)
                         plans[left_out] = own, with_programs(model.plan + own, facts)
-                    known[alike] = self._size(planner.prepare(plans[left_out][1], prompt, ids, self._params))
+                    known[alike] = self._size(planner.prepare(plans[left_out][1], prompt, ids, self.params))
                 except PlanError as error:
                     error.add_note(f"The error is about the prompt {name!r}, number {number}.")
                     raise
@@ -294,13 +296,13 @@ class Collection:
             given: Any = prompt if by_text else np.array(ids, np.int32)
             of_prompt = Collected(name, collected.model, collected.plan)
             invokes.append(
-                Invoke(given, None, self._params, plans[left_out][0], collected=of_prompt, adapter=self._adapter)
+                Invoke(given, None, self.params, plans[left_out][0], collected=of_prompt, adapter=self.adapter)
             )
         return invokes, np.array(sizes, np.int64).reshape(-1, 2)
 
     def _own(self, left_out: tuple[int, ...], prompt: Prompt, ids: Sequence[int], planner: Planner) -> Plan:
         """The plan of a prompt, with captures to the directory that leave out some positions."""
-        plan = self._plan
+        plan = self.plan
         if left_out and has_spans(plan):
             plan = resolve_spans(plan, *offsets_of(prompt, ids, planner.tokenizer()))
 
@@ -312,7 +314,7 @@ class Collection:
 
     def _size(self, prepared: PreparedPlan) -> tuple[int, int]:
         """The rows and bytes that a request writes."""
-        facts, stop = prepared.facts, len(prepared.prompt) + self._params["max_tokens"] - 1
+        facts, stop = prepared.facts, len(prepared.prompt) + self.params["max_tokens"] - 1
         rows, nbytes, counts = 0, 0, dict[int, int]()
         for _, selected in prepared.routes:
             for (site, layer, _), selection in selected.items():

@@ -15,9 +15,9 @@ from midstream.arch.detect import show_tree
 from midstream.client.model import TraceModel
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
-from midstream.lowering.tiers import explained
+from midstream.lowering.tiers import Lowering, explained, lower_trace
 from midstream.plan.values import ModelFacts, Plan
-from midstream.requests.invokes import Invoke
+from midstream.requests.invokes import Invoke, token_ids
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
@@ -103,11 +103,11 @@ class ModuleHandle(ModuleTree):
 
     def _contents(self, name: str) -> Any:
         if name in ("weight", "bias"):
-            return self._read(name, partial(_parameter, self._path, name))
+            return self._read(name, partial(_copies, self._path, name))
         state: dict[str, Any] = {}
 
         def read() -> dict[str, Any]:
-            return state or self._read(name, partial(_state, self._path))
+            return state or self._read(name, partial(_copies, self._path, None))
 
         if name == "state_dict":
             return read
@@ -195,12 +195,12 @@ class CallText:
         return self._lines
 
 
-def _parameter(path: str, name: str, model: Any) -> Any:
-    return getattr(by_path(model, path), name).detach().clone()
-
-
-def _state(path: str, model: Any) -> Any:
-    return {name: value.detach().clone() for name, value in by_path(model, path).state_dict().items()}
+def _copies(path: str, name: str | None, model: Any) -> Any:
+    """A parameter of a module, or its state dict."""
+    module = by_path(model, path)
+    if name is not None:
+        return getattr(module, name).detach().clone()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def _source(path: str, model: Any) -> Any:
@@ -219,15 +219,8 @@ def _source_inside(call: Any) -> Any:
 class DescribedModel(TraceModel):
     """A model whose traces run in other processes, on copies of their variables."""
 
-    _ships = True
-    _is_elsewhere = False  # whether it runs on another machine
-
     def __midstream_reference__(self) -> Any:
         return ("model",)
-
-    async def start(self) -> Self:
-        """Prepare the model for `async with`."""
-        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -251,6 +244,17 @@ class DescribedModel(TraceModel):
             ]
             for invoke in invokes
         ]
+
+    def _token_ids(self, invoke: Invoke) -> list[int]:
+        return token_ids(invoke, lambda: self.tokenizer, self._architectures)
+
+    def _lower(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode) -> Lowering:
+        """How the traces of invokes can run. `prompts`: their token ids; `code`: of the traces."""
+        assert self.longest_prompt is not None
+        rooms = [self.longest_prompt + 1 - len(ids) for ids in prompts]
+        asked = [invoke.params.get("max_tokens") for invoke in invokes]
+        steps = [max(1, room if most is None else min(room, most)) for room, most in zip(rooms, asked, strict=True)]
+        return lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
 
     @property
     def description(self) -> dict[str, Any]:

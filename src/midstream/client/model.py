@@ -11,19 +11,18 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, Self, overload
 
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.capture.listing import Listing
 from midstream.capture.loading import Asked
-from midstream.client.activations import Activations, captures_of
+from midstream.client.activations import Activations
 from midstream.client.collecting import Collection, Estimate
 from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.lowering.functions import with_programs
 from midstream.plan import fields
-from midstream.plan.selections import Selector
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import (
@@ -43,9 +42,9 @@ from midstream.requests.invokes import (
 )
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.requests.streams import OutputStream
-from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
+from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
-from midstream.sweeps.paths import PathRun, receivers_of
+from midstream.sweeps.paths import PathRun
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.block import Block
@@ -94,7 +93,7 @@ class EditContext(BlockContext):
         if isinstance(block.target, tuple):
             if len(block.target) != 2:
                 raise TraceError("The target of an edit is one name, or two: `with model.edit() as (tracer, edited):`.")
-            self._inplace = self._inplace or self._model._ships
+            self._inplace = self._inplace or self._model.has_engine
             return BodyTracer(), self._view
         if block.target is None and not self._inplace:
             raise TraceError(
@@ -163,10 +162,13 @@ class TraceModel(Sizes):
     _plan: Plan = Plan()
     _planner: tuple[Any, Planner] | None = None  # with the facts that it was made from
     _is_async = False
-    has_engine = True  # whether an engine schedules its requests
-    _has_logprobs = True  # whether it takes logprobs=
-    _ships = False  # whether traces run in another process, on copies of their variables
+    has_engine = True  # whether an engine runs its requests: in other processes, traces on copies of their variables
+    _is_elsewhere = False  # whether it runs on another machine
     adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
+
+    async def start(self) -> Self:
+        """Prepare the model for requests; an engine has to be running."""
+        return self
 
     def close(self) -> None:
         """Close the model. Called at the end of `with model:`."""
@@ -180,14 +182,8 @@ class TraceModel(Sizes):
 
     # Each model provides these.
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> OutputStream:
-        """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps.
-
-        Args:
-            ended: called with the number of invokes that have ended.
-        """
+    def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
+        """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps."""
         raise NotImplementedError
 
     @property
@@ -211,9 +207,8 @@ class TraceModel(Sizes):
         return Bar(self.progress if progress is None else progress, total, unit)
 
     def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> OutputStream:
-        bar = self._bar(progress, len(invokes))
-        stream = self._run(invokes, together, bar.update)
-        stream.bar = bar
+        stream, bar = self._run(invokes, together), self._bar(progress, len(invokes))
+        stream.bar, stream.ended = bar, bar.update
         return stream
 
     @property
@@ -321,9 +316,8 @@ class TraceModel(Sizes):
             trace: False returns the output, without a with-statement; for a list of prompts, a list of outputs.
             progress: as in `generate`.
             params: the adapter, as in `generate`; and sampling parameters: `max_tokens` (default 1), `temperature` and so on. Decoding is
-                greedy unless `temperature`,
-                `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel` also
-                `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single forward.
+                greedy unless `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` or `n > 1` asks for sampling. On `LanguageModel`
+                also `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single forward.
 
         Raises:
             PromptError: an empty prompt, one that does not fit into one step, or a chat without a chat template.
@@ -495,8 +489,9 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = self._collection(
-            "collect", prompts_of(prompts)[0], plan, to, ids, params, shard_bytes, limit_bytes, skip_special_tokens
-        )
+            "collect", prompts_of(prompts)[0], params, plan=plan, to=to, ids=ids, shard_bytes=shard_bytes,
+            limit_bytes=limit_bytes, skip_special_tokens=skip_special_tokens,
+        )  # fmt: skip
         try:
             return self._finish(self._collect(collection, progress))
         except KeyboardInterrupt:
@@ -526,57 +521,39 @@ class TraceModel(Sizes):
         Raises the errors of `collect`.
         """
         _refuse_in_trace("collect_batch")
-        collection = self._collection(
-            "collect_batch", prompts, plan, to, ids, params, shard_bytes, None, skip_special_tokens
-        )
-        invokes, sizes = collection.missing(self)
+        options = {"plan": plan, "to": to, "ids": ids, "shard_bytes": shard_bytes}
+        options["skip_special_tokens"] = skip_special_tokens
+        invokes, sizes = self._collection("collect_batch", prompts, params, **options).missing()
         if invokes:
             self._finish(self._results(self._run(invokes)))
         names = [invoke.collected.id for invoke in invokes if invoke.collected]
         return dict(zip(names, map(tuple, sizes.tolist()), strict=True))
 
     def _collection(
-        self,
-        call: str,
-        prompts: Sequence[Prompt],
-        plan: Any,
-        to: str | Path | None,
-        ids: Iterable[Any] | None,
-        params: Mapping[str, Any],
-        shard_bytes: int | None,
-        limit_bytes: int | None,
-        skip_special_tokens: bool,
+        self, call: str, prompts: Sequence[Prompt], params: Mapping[str, Any], **options: Any
     ) -> Collection:
+        """The collection of a method named `call`. `options`: as of `Collection`."""
         adapter, params = self.adapter_in(params)
-        return Collection(
-            prompts,
-            plan,
-            to,
-            ids,
-            sampling(params, 1, self._generation),
-            shard_bytes,
-            limit_bytes,
-            skip_special_tokens,
-            None if to is None else self._listing(to),
-            adapter_alone(adapter, self.adapter_argument, call),
-        )
-
-    def _listing(self, to: str | Path) -> Listing:
-        """The prompts in a directory, read once however often the model collects to it."""
-        path = Path(to).expanduser().absolute()
-        return self._listings.setdefault(path, Listing(path))
+        adapter = adapter_alone(adapter, self.adapter_argument, call)
+        options["params"] = sampling(params, 1, self._generation)
+        if (to := options["to"]) is not None:
+            path = Path(to).expanduser().absolute()
+            options["listing"] = self._listings.setdefault(path, Listing(path))
+        return Collection(self, prompts, adapter=adapter, **options)
 
     @cached_property
     def _listings(self) -> dict[Path, Listing]:
+        """The prompts in each directory, which is read once however often the model collects to it."""
         return {}
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:
-        if self._is_async:
-            await cast(Any, self).start()
-        parts = collection.parts(self)
+        await self.start()
+        parts = collection.parts()
         with self._bar(progress, sum(len(part.invokes) for part in parts), "prompt") as bar:
             for part in parts:
-                await self._results(self._run(part.invokes, ended=partial(collection.ended, bar, part)))
+                running = self._run(part.invokes)
+                running.ended = partial(collection.ended, bar, part)
+                await self._results(running)
         return collection.store()
 
     def estimate(
@@ -605,15 +582,13 @@ class TraceModel(Sizes):
             CaptureError, PlanError, PromptError, ParameterError: as `collect` does before it runs anything.
         """
         _refuse_in_trace("estimate")
-        collection = self._collection(
-            "estimate", prompts_of(prompts)[0], plan, to, ids, params, None, None, skip_special_tokens
-        )
-        return self._finish(self._estimate(collection))
+        prompts = prompts_of(prompts)[0]
+        options = {"plan": plan, "to": to, "ids": ids, "skip_special_tokens": skip_special_tokens}
+        return self._finish(self._estimate(self._collection("estimate", prompts, params, **options)))
 
     async def _estimate(self, collection: Collection) -> Estimate:
-        if self._is_async:
-            await cast(Any, self).start()
-        return collection.estimate(self)
+        await self.start()
+        return collection.estimate()
 
     def activations(
         self,
@@ -673,7 +648,9 @@ class TraceModel(Sizes):
                     field="plan",
                 )
         prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts)[0]
-        return Activations(self.generate, prompts, asked, captures_of(asked, positions, dtype) + plan, epochs, sampled)
+        options = {"positions": positions, "dtype": dtype}
+        captures = [Capture(name, layers=number, when=when, **options) for name, number, when in asked.planes]
+        return Activations(self.generate, prompts, asked, Plan.of(captures) + plan, epochs, sampled)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
@@ -725,45 +702,16 @@ class TraceModel(Sizes):
             ParameterError: the adapter is not one, or cannot be loaded.
         """
         own = self._adapter_alone(adapter, "record")
-        return self.recording_for("", prompt, sites, layers, positions, name, own)  # type: ignore[no-any-return]
+        asked = RunRequest(prompt, sites, layers, positions, name, own)
+        return self._finish(self._recording(asked))  # type: ignore[no-any-return]
 
-    def recording_for(
-        self,
-        owner: str,
-        prompt: Prompt,
-        sites: str | Sequence[str],
-        layers: Any,
-        positions: Any,
-        name: str | None,
-        adapter: Any = None,
-    ) -> Any:
-        """As `record`, for another owner, to whom the run's bytes are charged: see `runtime.store.RunStore`."""
-        words = isinstance(positions, str) and positions not in ("all_prompt", "last_prompt")
-        if words or (isinstance(positions, Selector) and positions.selects_generated):
-            raise PlanError(
-                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, a Span, or a "
-                "Selector of these.",
-                field="positions",
-            )
-        each = [sites] if isinstance(sites, str) else list(sites)
-        if not each:
-            raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
-        return self._finish(self._recording(prompt, each, layers, positions, name, owner, adapter))
-
-    def _recording(
-        self,
-        prompt: Prompt,
-        sites: list[str],
-        layers: Any,
-        positions: Any,
-        name: str | None,
-        owner: str = "",
-        adapter: Any = None,
-    ) -> Coroutine[Any, Any, RecordedRun]:
+    def _recording(self, asked: RunRequest) -> Coroutine[Any, Any, RecordedRun]:
+        layers, positions, name = asked.layers, asked.positions, asked.name
+        sites = asked.checked_sites()
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         name = self.runs.new_name() if name is None else fields.name("name", name)
-        record = uuid.uuid4().hex, name, owner
-        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record, adapter=adapter)
+        record, params = (uuid.uuid4().hex, name, asked.owner), {"max_tokens": 1, "temperature": 0.0}
+        invoke = Invoke(asked.prompt, None, params, plan, record=record, adapter=asked.adapter)
         return self._recorded(self._run([invoke]), record)
 
     async def _recorded(self, running: OutputStream, record: RecordAs) -> RecordedRun:
@@ -836,19 +784,21 @@ class TraceModel(Sizes):
             ParameterError: another argument is invalid, or `to` contains another sweep. Nothing has been run.
         """
         _refuse_in_trace("sweep")
-        asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
-        own = self._adapter_alone(adapter, "sweep")
-        sweeping = self._sweeping(clean, corrupt, answer, foil, asked, to, own)
-        running = SweepStream(
-            sweeping, None if self._is_async else self._finish, partial(self._bar, progress, unit="cell")
-        )
+        asked = SweepRequest(
+            clean, corrupt, answer, foil, sites=sites, layers=layers, positions=positions, heads=heads, metric=metric,
+            direction=direction, source=source, coarse=coarse, best=best, top=top,
+            adapter=self._adapter_alone(adapter, "sweep"),
+        )  # fmt: skip
+        running = self._swept(self._sweeping(asked, to), progress)
         return running if stream or self._is_async else running.run()
 
-    def _sweeping(
-        self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
-    ) -> Any:
+    def _sweeping(self, asked: SweepRequest, to: Any) -> Any:
         """The object that runs a sweep."""
-        return SweepRun(self, clean, corrupt, answer, foil, asked, to, adapter)
+        return SweepRun(self, asked, to)
+
+    def _swept(self, sweeping: Any, progress: bool | None) -> SweepStream:
+        finish = None if self._is_async else self._finish
+        return SweepStream(sweeping, finish, partial(self._bar, progress, unit="cell"))
 
     def path_patching(
         self,
@@ -896,23 +846,15 @@ class TraceModel(Sizes):
             ParameterError: another argument is invalid, or the model is a `Remote`. Nothing has been run.
         """
         _refuse_in_trace("path_patching")
-        asked = SweepRequest.of(
-            "attn_z", layers, positions, "all" if heads is None else heads, metric, direction, "run", None, 1, 0
-        )
-        ends = receivers_of(receivers)
-        if not isinstance(freeze_mlps, bool):
-            raise ParameterError(f"freeze_mlps is {freeze_mlps!r}. Allowed: True, False.", field="freeze_mlps")
-        own = self._adapter_alone(adapter, "path_patching")
-        running = SweepStream(
-            self._path_patching(clean, corrupt, answer, foil, asked, ends, freeze_mlps, own),
-            None if self._is_async else self._finish,
-            partial(self._bar, progress, unit="cell"),
-        )
+        if self._is_elsewhere:
+            raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
+        asked = SweepRequest(
+            clean, corrupt, answer, foil, sites="attn_z", layers=layers, positions=positions,
+            heads="all" if heads is None else heads, metric=metric, direction=direction,
+            adapter=self._adapter_alone(adapter, "path_patching"),
+        )  # fmt: skip
+        running = self._swept(PathRun(self, asked, receivers, freeze_mlps), progress)
         return running if self._is_async else running.run()
-
-    def _path_patching(self, *given: Any) -> PathRun:
-        """The object that runs `path_patching`."""
-        return PathRun(self, *given)
 
     def edge_attribution(
         self,

@@ -195,7 +195,7 @@ class Tracer(BlockContext):
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
         prompt, params = prompt_in(prompt, params)
-        if prompt is None and self._model._ships:
+        if prompt is None and self._model.has_engine:
             raise TraceError(
                 "tracer.invoke() without a prompt is for the batch of a LanguageModel. On vLLM each request has its own tokens: write "
                 "an invoke for each prompt, or tracer.invoke([a, b])."
@@ -209,7 +209,7 @@ class Tracer(BlockContext):
     def add(self, invoke: Invoke, block: Block) -> None:
         """Add an invoke with its block; on an engine, one for each of its prompts."""
         prompts = [None] if invoke.prompt is None else prompts_of(invoke.prompt)[0]
-        if len(prompts) == 1 or not self._model._ships:
+        if len(prompts) == 1 or not self._model.has_engine:
             prompts = [prompts[0] if len(prompts) == 1 else prompts]
         for prompt, adapter in zip(prompts, self._model.adapters_of(invoke.adapter, len(prompts)), strict=True):
             own = block if len(prompts) == 1 else replace(block)
@@ -281,7 +281,7 @@ class Tracer(BlockContext):
         if names := sorted({*_names(results, "rebound")}):
             yield _REBOUND.format(names=", ".join(names), name=names[0])
         yield from self._mutation_warnings(results)
-        if not self._model._ships:
+        if not self._model.has_engine:
             return
         outcomes = [outcome for result in results for outcome in result.outcomes]
         if not (has_values or any(outcome.values for outcome in outcomes)) and any(

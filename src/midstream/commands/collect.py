@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+import midstream  # loads its names when they are used
 from midstream.client.model import TraceModel
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Capture, Plan
@@ -152,13 +153,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def start_model(name: str, backend: str, engine: Mapping[str, Any]) -> TraceModel:
     """A model on vLLM or transformers."""
-    if backend == "transformers":
-        from midstream.transformers.model import LanguageModel
-
-        return LanguageModel(name, **engine)
-    from midstream.vllm.model import VLLM
-
-    return VLLM(name, **engine)
+    return (midstream.LanguageModel if backend == "transformers" else midstream.VLLM)(name, **engine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

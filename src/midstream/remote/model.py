@@ -11,19 +11,19 @@ from dataclasses import replace
 from functools import cached_property
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from midstream import errors
-from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.consumers import Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
 from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
 from midstream.lowering.client_traces import Ending
-from midstream.lowering.tiers import Lowering, lower_trace
+from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import nearest
 from midstream.plan.probes import rows_end
 from midstream.plan.selections import Selector
@@ -39,12 +39,11 @@ from midstream.requests.invokes import (
     answers_by_prompt,
     engine_params,
     has_destinations,
-    token_ids,
     with_whole_rows,
 )
-from midstream.requests.prompts import Prompt, encode, prompts_of
+from midstream.requests.prompts import Prompt, encode
 from midstream.requests.streams import Called, Item, OutputStream
-from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
+from midstream.requests.vectors_and_runs import RunInfo, RunRequest, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.sae import SAE
 from midstream.settings import NAME
@@ -219,14 +218,7 @@ class CaptureForwarder:
         try:
             for sample, planes in zip(output.outputs, captured, strict=True):
                 name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
-                info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
-                capture = RequestCapture(
-                    info,
-                    self._plan.routes,
-                    self._sinks,
-                    self._plan.no_rows,
-                    stops_in_prompt=self._plan.plan.stops_in_prompt,
-                )
+                capture = self._plan.capture(name, self._sinks, self._collected)
                 stop = rows_end(
                     self._plan.plan.probes, sample, sample.scores, len(self._plan.prompt) + len(sample.token_ids) - 1
                 )
@@ -261,7 +253,6 @@ class RemoteStream(OutputStream):
     Args:
         calls: the calls, which are sent one after the other, each with what reads its results.
         forwarders: for each call, the forwarders of its requests, by their numbers.
-        ended: called with 1 as each request ends.
     """
 
     def __init__(
@@ -269,9 +260,8 @@ class RemoteStream(OutputStream):
         server: ServerConnection,
         calls: Sequence[tuple[RemoteCall, Progress]],
         forwarders: Sequence[dict[int, CaptureForwarder]],
-        ended: Callable[[int], object],
     ) -> None:
-        super().__init__(ended)
+        super().__init__()
         self._server, self._calls, self._forwarders = server, calls, forwarders
 
     def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
@@ -305,13 +295,13 @@ class RemoteStream(OutputStream):
                                 await queue.put(item)
                     before += len(call.asked)
 
+            await queue.put(None)
+
         async def read_to_the_end() -> None:
-            ending: Exception | None = None
             try:
                 await read()
             except ExceptionGroup as group:
-                ending = group.exceptions[0]
-            await queue.put(ending)
+                await queue.put(group.exceptions[0])
 
         reading = asyncio.create_task(read_to_the_end())
         try:
@@ -499,41 +489,29 @@ class Remote(DescribedModel):
 
     def gauges(self) -> Any:
         """As `VLLM.gauges`: a dict of counts for each of the server's workers."""
-        return self._finish(self._gauges())
 
-    async def _gauges(self) -> list[dict[str, int]]:
-        return (await self._ask("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
+        async def asked() -> Any:
+            return (await self._ask("GET", "gauges")).json()["workers"]
+
+        return self._finish(asked())
 
     def close(self) -> None:
         """Wait until consumers and directories have taken their rows, and close the connections to the server."""
         self.sinks.close()
         self._connection.close()
 
-    async def start(self) -> Self:
-        """Does nothing, because the server already runs. It exists for code that is written for `VLLM(mode="async")`."""
-        return self
-
-    async def _recording(
-        self,
-        prompt: Prompt,
-        sites: list[str],
-        layers: Any,
-        positions: Any,
-        name: str | None,
-        owner: str = "",
-        adapter: Any = None,
-    ) -> RecordedRun:
+    async def _recording(self, asked: RunRequest) -> RecordedRun:
         """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
-        asked = {
-            "prompt": self._prompt_data(prompt),
-            "sites": sites,
-            "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
-            "positions": _positions(positions),
-            "replace": name is not None,
-            **({} if name is None else {"name": name}),
-            **({} if adapter is None else {"model": adapter}),
+        body = {
+            "prompt": self._prompt_data(asked.prompt),
+            "sites": asked.checked_sites(),
+            "layers": _listed(asked.layers),
+            "positions": _positions(asked.positions),
+            "replace": asked.name is not None,
+            **({} if asked.name is None else {"name": asked.name}),
+            **({} if asked.adapter is None else {"model": asked.adapter}),
         }
-        ((name, run),) = (await self._ask("POST", "runs", json=asked)).json()["runs"].items()
+        ((name, run),) = (await self._ask("POST", "runs", json=body)).json()["runs"].items()
         return await self.runs.add(_handle(name, run))
 
     async def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:
@@ -541,30 +519,23 @@ class Remote(DescribedModel):
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
-    def _path_patching(self, *given: Any) -> Any:
-        raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
-
-    def _sweeping(
-        self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any, adapter: Any
-    ) -> RemoteSweep:
+    def _sweeping(self, asked: SweepRequest, to: Any) -> RemoteSweep:
         """Have the server run the sweep, with its engine-wide plan and without this object's."""
         if to is not None:
             raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
-        metric = asked.metric
+        metric, foil = asked.metric, None if asked.foil == [None] * len(asked.foil) else asked.foil
         if callable(metric):
-            metric = "logprob" if foil is None else "logit_diff"
-        given = {name: getattr(asked, name) for name in ("direction", "source", "coarse", "best", "top")}
-        given |= {
+            metric = "logit_diff" if foil else "logprob"
+        names = ("direction", "source", "coarse", "best", "top", "answer", "sites")
+        given = {name: getattr(asked, name) for name in names} | {
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
-            "clean": list(map(self._prompt_data, prompts_of(clean)[0])),
-            "corrupt": None if corrupt is None else list(map(self._prompt_data, prompts_of(corrupt)[0])),
-            "answer": answer,
-            "foil": foil,
-            "sites": list(asked.sites),
+            "clean": list(map(self._prompt_data, asked.clean)),
+            "corrupt": None if asked.corrupt is None else list(map(self._prompt_data, asked.corrupt)),
             "positions": _sweep_positions(asked.positions),
             "metric": metric,
-            **({} if adapter is None else {"model": adapter}),
+            "foil": foil,
+            **({} if asked.adapter is None else {"model": asked.adapter}),
         }
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 
@@ -574,18 +545,16 @@ class Remote(DescribedModel):
 
     # Running.
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> OutputStream:
+    def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
         invokes = [replace(invoke, prompt=self._prompt_data(invoke.prompt)) for invoke in self._with_plan(invokes)]
         invokes = self._with_programs(invokes)
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         forwarders = [self._forwarders(part) for part in parts]
         if self._is_async:
-            return RemoteStream(self._connection, calls, forwarders, ended)
+            return RemoteStream(self._connection, calls, forwarders)
 
-        def run() -> list[InvokeResult]:
+        def run(ended: Callable[[int], object]) -> list[InvokeResult]:
             results = []
             for (call, progress), own_forwarders in zip(calls, forwarders, strict=True):
                 for index, _, result in self._connection.messages(call, progress):
@@ -640,10 +609,8 @@ class Remote(DescribedModel):
         self, invokes: Sequence[Invoke], code: ShippedCode, together: bool
     ) -> tuple[Lowering, list[list[int]]]:
         """How the traces run, and the prompts' token ids."""
-        prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
-        steps = [max(1, min(invoke.params.get("max_tokens") or MAX_TOKENS, MAX_TOKENS)) for invoke in invokes]
-        programs, given = self._programs(invokes), [invoke.plan for invoke in invokes]
-        lowering = lower_trace(programs, code, self._known, list(map(len, prompts)), steps)
+        prompts, given = list(map(self._token_ids, invokes)), [invoke.plan for invoke in invokes]
+        lowering = self._lower(invokes, prompts, code)
         streams = self._is_async and any(invoke.is_streamed for invoke in invokes)
         if together or streams or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
             lowering = lowering.in_the_engine()
@@ -665,8 +632,7 @@ class Remote(DescribedModel):
         found = {}
         for i, invoke in enumerate(invokes):
             if has_destinations(invoke.plan):
-                ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
-                plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
+                plan = self.planner.prepare(invoke.plan, invoke.prompt, self._token_ids(invoke), invoke.params)
                 found[i] = CaptureForwarder(plan, invoke.collected, self.sinks)
         return found
 
@@ -675,12 +641,50 @@ class Remote(DescribedModel):
         return [dict.fromkeys(answers, -1) for answers in answers_by_prompt(given, prompts)]
 
 
-class RemoteVectors(Vectors):
-    """The named vectors on a server, of all clients. Each read and each change is a request to the server."""
+class _OnServer(MutableMapping[str, Any]):
+    """Named things on a server, of all clients. Each read and each change is a request to the server, and may raise its error.
+
+    Attributes:
+        _kind: the name of their routes.
+        _called: one of them, in messages.
+    """
+
+    _kind: str
+    _called: str
 
     def __init__(self, server: ServerConnection) -> None:
         super().__init__()
         self._server = server
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        return self._server.ask("GET", self._kind).json()[self._kind]  # type: ignore[no-any-return]
+
+    def _path(self, name: str) -> str:
+        return f"{self._kind}/{quote(name, safe='')}"
+
+    def _check(self, name: str) -> None:
+        if name not in (there := self._listed()):
+            raise KeyError(f"no {self._called} {name!r}: {nearest(str(name), there)}")
+
+    def _file(self, name: str) -> bytes:
+        self._check(name)
+        return self._server.ask("GET", self._path(name)).content
+
+    def __delitem__(self, name: str) -> None:
+        self._check(name)
+        self._server.ask("DELETE", self._path(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed())
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+
+class RemoteVectors(_OnServer, Vectors):
+    """The named vectors on a server."""
+
+    _kind, _called = "vectors", "vector"
 
     @property
     def widths(self) -> dict[str, int]:
@@ -690,68 +694,28 @@ class RemoteVectors(Vectors):
     def digests(self) -> dict[str, str]:
         return {name: each["digest"] for name, each in self._listed().items()}
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
-        return self._server.ask("GET", "vectors").json()["vectors"]  # type: ignore[no-any-return]
-
     def __getitem__(self, name: str) -> Any:
-        self._check(name)
-        return read_vectors(self._server.ask("GET", _named("vectors", name)).content, name)[name]
-
-    def __delitem__(self, name: str) -> None:
-        self._check(name)
-        self._server.ask("DELETE", _named("vectors", name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.widths)
-
-    def __len__(self) -> int:
-        return len(self.widths)
+        return read_vectors(self._file(name), name)[name]
 
     def _put(self, vectors: dict[str, Any]) -> None:
         self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
 
-    def _check(self, name: str) -> None:
-        if name not in (widths := self.widths):
-            raise KeyError(f"no vector {name!r}: {nearest(str(name), widths)}")
 
+class RemoteSAEs(_OnServer):
+    """The sparse autoencoders on a server. A plan of an SAE that is here needs not carry its large matrices."""
 
-class RemoteSAEs(MutableMapping[str, SAE]):
-    """The sparse autoencoders on a server, of all clients. Each read and each change is a request to the server.
-
-    A plan of an SAE that is here needs not carry its large matrices. Raises RemoteError as the server answers.
-    """
-
-    def __init__(self, server: ServerConnection) -> None:
-        self._server = server
+    _kind, _called = "saes", "SAE"
 
     @property
     def constants(self) -> set[str]:
         """The digests of their large matrices."""
         return {digest for about in self._listed().values() for digest in about["constants"]}
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
-        return self._server.ask("GET", "saes").json()["saes"]  # type: ignore[no-any-return]
-
     def __getitem__(self, name: str) -> SAE:
-        self._check(name)
-        return SAE.read(self._server.ask("GET", _named("saes", name)).content)
+        return SAE.read(self._file(name))
 
     def __setitem__(self, name: str, sae: SAE) -> None:
-        self._server.ask("POST", f"{_named('saes', name)}?replace=true", content=sae.written())
-
-    def __delitem__(self, name: str) -> None:
-        self._check(name)
-        self._server.ask("DELETE", _named("saes", name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._listed())
-
-    def __len__(self) -> int:
-        return len(self._listed())
-
-    def _check(self, name: str) -> None:
-        if name not in (there := self._listed()):
-            raise KeyError(f"no SAE {name!r}: {nearest(str(name), there)}")
+        self._server.ask("POST", f"{self._path(name)}?replace=true", content=sae.written())
 
 
 def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
@@ -767,30 +731,30 @@ def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
     yield part
 
 
-def _named(what: str, name: str) -> str:
-    return f"{what}/{quote(name, safe='')}"
-
-
 def _listed(given: Any) -> Any:
     """Numbers as a list; "all" and None as they are."""
     return given if given is None or isinstance(given, str) else [given] if isinstance(given, int) else list(given)
 
 
+def _place(entry: Any) -> Any:
+    return {"span": entry.text, "occurrence": entry.occurrence} if isinstance(entry, Span) else entry
+
+
+def _positions(positions: Any) -> Any:
+    if isinstance(positions, Selector):
+        return {"selector": positions.kind, "options": positions.options}
+    return _place(positions) if isinstance(positions, Span) else _listed(positions)
+
+
 def _sweep_positions(positions: Any) -> Any:
-    if isinstance(positions, Span):
-        return [_positions(positions)]
     if isinstance(positions, dict):
+        entries = positions.items()
         return {
-            name: _sweep_positions(entry) if isinstance(entry, (list, tuple)) else _sweep_position(entry)
-            for name, entry in positions.items()
+            name: [*map(_place, each)] if isinstance(each, (list, tuple)) else _place(each) for name, each in entries
         }
     if isinstance(positions, (list, tuple, range)):
-        return [_sweep_position(entry) for entry in positions]
-    return positions if positions in ("all", "together") else [positions]
-
-
-def _sweep_position(entry: Any) -> Any:
-    return _positions(entry) if isinstance(entry, Span) else entry
+        return [*map(_place, positions)]
+    return positions if positions in ("all", "together") else [_place(positions)]
 
 
 def _params(params: dict[str, Any]) -> dict[str, Any]:
@@ -799,13 +763,3 @@ def _params(params: dict[str, Any]) -> dict[str, Any]:
             raise ParameterError(f"{name} is not for Remote. A plan is given as plan=.")
     given = engine_params(params)
     return {name: list(value) if isinstance(value, (set, tuple)) else value for name, value in given.items()}
-
-
-def _positions(positions: Any) -> Any:
-    if isinstance(positions, Span):
-        return {"span": positions.text, "occurrence": positions.occurrence}
-    if isinstance(positions, Selector):
-        return {"selector": positions.kind, "options": positions.options}
-    if isinstance(positions, str):
-        return positions
-    return [positions] if isinstance(positions, int) else list(positions)

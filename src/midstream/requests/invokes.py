@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from midstream.capture.consumers import Collected
+from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.rows import Routes, Rows, destination_key, routes
-from midstream.capture.sinks import destination
+from midstream.capture.sinks import RequestCapture, Sinks, destination
 from midstream.errors import (
     InterventionErrorGroup,
     MidstreamError,
@@ -443,6 +443,11 @@ class PreparedPlan:
     prompt: list[int]
     routes: Routes
     facts: ModelFacts
+
+    def capture(self, name: str, sinks: Sinks, collected: Collected | None) -> RequestCapture:
+        """Takes the captured rows of a request, or of one of its samples, of this name. Raises CaptureError as `RequestCapture` does."""
+        info = CaptureInfo(name, tuple(self.prompt), collected=collected)
+        return RequestCapture(info, self.routes, sinks, self.no_rows, stops_in_prompt=self.plan.stops_in_prompt)
 
     def no_rows(self) -> Rows:
         """An empty set of rows with all planes. It tells sinks and outputs which sites are captured, even if no row is computed."""

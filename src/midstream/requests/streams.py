@@ -24,22 +24,20 @@ class OutputStream(Awaitable[Any]):
     A request that fails has no final output; its error is raised when all requests have finished, several errors as a group. Leaving the
     loop early, or cancelling its task, aborts the unfinished requests.
 
-    Args:
-        ended: called with 1 as each request ends.
-
     Attributes:
         outputs: the final outputs in the order of the invokes, once all have finished.
         results: the results of all requests, once all have finished.
+        ended: called with the number of requests that have ended since the last call.
         when_done: called with the results.
         gives_one: whether awaiting returns the only output, and not a list.
         wants_last: whether only the last output of each request is needed.
         bar: a context in which awaited requests run.
     """
 
-    def __init__(self, ended: Callable[[int], object] = lambda _: None) -> None:
-        self._ended = ended
+    def __init__(self) -> None:
         self.outputs: list[Any] = []
         self.results: list[InvokeResult] = []
+        self.ended: Callable[[int], object] = lambda _: None
         self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
         self.bar: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._is_used = self.gives_one = self.wants_last = False
@@ -77,7 +75,7 @@ class OutputStream(Awaitable[Any]):
             async for index, _, result in self.items():
                 if result is not None:
                     done[index] = result
-                    self._ended(1)
+                    self.ended(1)
         return [done[index] for index in sorted(done)]
 
     async def _to_the_end(self) -> Any:
@@ -91,7 +89,7 @@ class OutputStream(Awaitable[Any]):
             async for index, output, result in items:
                 if result is not None:
                     done[index] = result
-                    self._ended(1)
+                    self.ended(1)
                     if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
                         continue
                 yield output
@@ -108,16 +106,16 @@ class Called(OutputStream):
     """The outputs of requests that a blocking function runs to their end.
 
     Args:
-        run: runs them, and returns their results.
+        run: runs them, calls its argument with the number of requests that have ended, and returns their results.
     """
 
-    def __init__(self, run: Callable[[], list[InvokeResult]]) -> None:
+    def __init__(self, run: Callable[[Callable[[int], object]], list[InvokeResult]]) -> None:
         super().__init__()
         self._run = run
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[AsyncIterator[Item]]:
-        results = self._run()
+        results, self.ended = self._run(self.ended), lambda _: None
 
         async def items() -> AsyncGenerator[Item]:
             for index, result in enumerate(results):

@@ -34,8 +34,10 @@ from typing import Any, NamedTuple
 
 from midstream.errors import MidstreamError, ParameterError, PlanError
 from midstream.plan.fields import nearest
+from midstream.plan.selections import Selector
 from midstream.plan.values import RecordedRun
 from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
+from midstream.requests.prompts import Prompt
 from midstream.trace.weights import Weight
 
 # Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments).
@@ -117,6 +119,33 @@ class Vectors(MutableMapping[str, Vector]):
             Named(name)  # raises for an invalid name
         self._vectors |= vectors
         self._set |= vectors
+
+
+class RunRequest(NamedTuple):
+    """The arguments of `record`.
+
+    Attributes:
+        owner: to whom the run's bytes are charged: see `runtime.store.RunStore`.
+    """
+
+    prompt: Prompt
+    sites: str | Sequence[str]
+    layers: Any = "all"
+    positions: Any = "all_prompt"
+    name: str | None = None
+    adapter: Any = None
+    owner: str = ""
+
+    def checked_sites(self) -> list[str]:
+        """The sites as a list. Raises PlanError for none, and for positions that are not all in the prompt."""
+        given = self.positions
+        is_word = isinstance(given, str) and given not in ("all_prompt", "last_prompt")
+        if is_word or (isinstance(given, Selector) and given.selects_generated):
+            allowed = "'all_prompt', 'last_prompt', positions of the prompt, a Span, or a Selector of these"
+            raise PlanError(f"record: positions is {given!r}. Allowed: {allowed}.", field="positions")
+        if not self.sites:
+            raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
+        return [self.sites] if isinstance(self.sites, str) else list(self.sites)
 
 
 class RunInfo(NamedTuple):

@@ -34,20 +34,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="SITES",
         help="as graph_sites of midstream.VLLM, with commas: only for tensor parallelism",
     )
-    parser.add_argument(
-        "--midstream-graph-bytes",
-        metavar="N",
-        type=int,
-        default=GRAPH_BYTES,
-        help="as graph_bytes of midstream.VLLM",
-    )
-    parser.add_argument(
-        "--midstream-record-bytes",
-        metavar="N",
-        type=int,
-        default=RECORD_BYTES,
-        help="as record_bytes of midstream.VLLM",
-    )
+    for name, default in (("graph_bytes", GRAPH_BYTES), ("record_bytes", RECORD_BYTES)):
+        flag = f"--midstream-{name.replace('_', '-')}"
+        parser.add_argument(flag, metavar="N", type=int, default=default, help=f"as {name} of midstream.VLLM")
     parser.add_argument(
         "--midstream-rename", metavar="JSON", type=json.loads, default={}, help="as rename of midstream.VLLM"
     )

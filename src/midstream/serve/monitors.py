@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,23 +18,13 @@ BOUNDS = (
 )  # fmt: skip
 
 
-class _Monitor:
-    """What one probe has found so far.
-
-    Attributes:
-        counts: of the scores below each of the bounds and not below the one before; NaN counts nowhere.
-    """
-
-    def __init__(self) -> None:
-        self.counts = np.zeros(len(BOUNDS), np.int64)
-        self.stops = 0
-
-
 class Monitors:
     """What the engine-wide plan's probes have found, by their names. It stays when the plan goes."""
 
     def __init__(self) -> None:
-        self._found: dict[str, _Monitor] = {}
+        # Of the scores below each of the bounds and not below the one before. NaN counts nowhere.
+        self._counts = defaultdict[str, np.ndarray](lambda: np.zeros(len(BOUNDS), np.int64))
+        self._stops = Counter[str]()
 
     @staticmethod
     def check(probes: Sequence[Probe]) -> None:
@@ -47,28 +38,25 @@ class Monitors:
     def note(self, chunks: Sequence[ScoreChunk], ended_by: str | None) -> None:
         """Scores have come for tokens of a request; `ended_by`: the probe that has ended it."""
         if ended_by is not None:
-            self._of(ended_by).stops += 1
+            self._stops[ended_by] += 1
         for name, _, scores in chunks:
-            monitor, values = self._of(name), np.frombuffer(scores, np.float32)
+            values = np.frombuffer(scores, np.float32)
             values = values[~np.isnan(values)]
-            monitor.counts += np.bincount(np.searchsorted(BOUNDS, values), minlength=len(BOUNDS))
-
-    def _of(self, name: str) -> _Monitor:
-        return self._found.setdefault(name, _Monitor())
+            self._counts[name] += np.bincount(np.searchsorted(BOUNDS, values), minlength=len(BOUNDS))
 
     def metrics(self) -> Iterator[Metric]:
         """In Prometheus form."""
-        found = list(self._found.items())
+        names = list({**self._counts, **self._stops})
         scores = HistogramMetricFamily(
             f"{NAME}_probe_score", "Scores of tokens by a probe of the engine-wide plan", labels=["probe"]
         )
         stops = CounterMetricFamily(
             f"{NAME}_probe_stops", "Requests that a probe of the engine-wide plan has ended", labels=["probe"]
         )
-        for name, monitor in found:
-            below = monitor.counts.cumsum().tolist()
+        for name in names:
+            below = self._counts[name].cumsum().tolist()
             bounds = [str(bound) if bound != float("inf") else "+Inf" for bound in BOUNDS]
             scores.add_metric([name], list(zip(bounds, below, strict=True)), None)
-            stops.add_metric([name], monitor.stops)
-        if found:
+            stops.add_metric([name], self._stops[name])
+        if names:
             yield from (scores, stops)

@@ -10,11 +10,11 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from prometheus_client import REGISTRY, Metric
@@ -26,16 +26,16 @@ from midstream.engine.plugin import apply_replacements
 from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError, about
 from midstream.plan import fields
-from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import READINGS, kinds
 from midstream.plan.vectors import Named, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KIND
+from midstream.requests.vectors_and_runs import RunRequest
+from midstream.sae import SAE
 from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.monitors import Monitors
 from midstream.serve.requests import (
-    NO_ADMIN,
     Gate,
     Listed,
     RequestRefused,
@@ -43,11 +43,15 @@ from midstream.serve.requests import (
     Server,
     SpanOfText,
     adapter_of,
-    answering_errors,
+    add_owned,
+    check_admin,
+    check_free,
     check_quota,
+    check_theirs,
+    check_there,
+    delete_owned,
     error_response,
-    is_admin,
-    not_theirs,
+    new_router,
     openapi_body,
     owner_of,
     read_place,
@@ -66,7 +70,7 @@ MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
 _NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
-router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+router = new_router()
 
 
 class RunToRecord(BaseModel):
@@ -119,7 +123,8 @@ class Plugin:
         server = Server(engine_client, captures)
         await server.model.start()
         for name, path in Settings.of(config).saes.items():
-            server.saes[fields.name("--midstream-sae", name)] = await asyncio.to_thread(saes.loaded, server, path)
+            sae = await asyncio.to_thread(lambda path: saes.checked(server, SAE.load(path)), path)
+            server.saes[fields.name("--midstream-sae", name)] = sae
         if not config.model_config.skip_tokenizer_init:  # else all clients would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
@@ -198,16 +203,11 @@ async def list_vectors(request: Request) -> dict[str, Any]:
     return {"vectors": {name: _about(vector) for name, vector in server_of(request).model.vectors.items()}}
 
 
-def _bytes(vectors: Mapping[str, Vector]) -> int:
-    return sum(vector.data.nbytes for vector in vectors.values())
-
-
 def _about(vector: Vector) -> dict[str, Any]:
     return {"width": vector.width, "digest": vector.digest}
 
 
 @router.post("/vectors")
-@answering_errors
 async def upload_vectors(request: Request, replace: bool = False) -> Any:
     """Register every vector `[hidden]` of a safetensors file, which is the request's body, under its name in the file.
 
@@ -220,20 +220,9 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     with about("body"):
         for name in found:
             Named(name)  # raises for an invalid name
-    for name in found.keys() & vectors.keys() if replace else ():
-        if (refused := not_theirs(request, "vectors", name, vectors)) is not None:
-            return refused
-    if (taken := sorted(found.keys() & vectors.keys())) and not replace:
-        raise RequestRefused(
-            409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body"
-        )
-    together, owner = {**vectors, **found}, owner_of(request.headers)
-    before = {name: each for name, each in vectors.items() if server.owners.get(("vectors", name)) == owner}
-    mine = {**before, **found}
-    check_quota("vectors", len(mine), len(together), MAX_VECTORS, len(before))
-    check_quota("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
-    vectors.update(found)
-    server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
+    for name in sorted(found):
+        check_free(request, "vectors", name, vectors, replace, "body")
+    add_owned(request, "vectors", vectors, found, lambda each: each.data.nbytes, MAX_VECTORS, MAX_VECTOR_BYTES)
     await server.model.connection.send_vectors()
     return {"vectors": {name: _about(vector) for name, vector in found.items()}}
 
@@ -242,20 +231,14 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
 async def get_vector(request: Request, name: str) -> Any:
     """A named vector as a safetensors file, float32 under its name."""
     vectors = server_of(request).model.vectors
-    if name not in vectors:
-        return error_response(404, f"There is no vector {name!r}: {nearest(name, vectors)}.", "name")
+    check_there("vectors", name, vectors)
     return Response(written_vectors({name: vectors[name]}), media_type="application/octet-stream")
 
 
 @router.delete("/vectors/{name:path}")
 async def delete_vector(request: Request, name: str) -> Any:
     """Forget a vector. Only for the API key that has uploaded it, and for administrators."""
-    vectors = server_of(request).model.vectors
-    if (refusal := not_theirs(request, "vectors", name, vectors)) is not None:
-        return refusal
-    del vectors[name]
-    server_of(request).owners.pop(("vectors", name), None)
-    return {"deleted": name}
+    return delete_owned(request, "vectors", name, server_of(request).model.vectors)
 
 
 @router.get("/runs")
@@ -265,7 +248,6 @@ async def list_runs(request: Request) -> dict[str, Any]:
 
 
 @router.post("/runs", openapi_extra=openapi_body(f"/v1/{NAME}/runs", RunToRecord))
-@answering_errors
 async def record_run(request: Request) -> Any:
     """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
 
@@ -279,11 +261,7 @@ async def record_run(request: Request) -> Any:
         name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
     await model.runs.listing()  # forgets runs that the workers have dropped
     names, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
-    if run.replace and name in names - server.recording.keys():
-        if (refused := not_theirs(request, "runs", name, names)) is not None:
-            return refused
-    elif name in names:
-        raise RequestRefused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
+    check_free(request, "runs", name, names, run.replace and name not in server.recording, "name")
     for gone in [each for what, each in server.owners if what == "runs" and each not in names]:
         del server.owners["runs", gone]
     owners = {each: who for (what, each), who in server.owners.items() if what == "runs"} | server.recording
@@ -291,10 +269,9 @@ async def record_run(request: Request) -> Any:
     check_quota("runs", len(mine | {name}), len(names | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
-        given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name, adapter)
+        asked = RunRequest(run.prompt, run.sites, run.layers, read_place(run.positions), name, adapter, owner.hex())
         # A long text takes seconds to tokenize.
-        recording: Any = await on_a_thread(len(data), model.recording_for, *given)
-        await recording
+        await (await on_a_thread(len(data), model._recording, asked))
         server.owners["runs", name] = owner
     except MidstreamError as error:
         error.field = _FIELDS_OF_A_RUN.get(error.field or "", error.field)
@@ -325,8 +302,7 @@ def _run_to_record(server: Server, data: bytes) -> RunToRecord:
 async def delete_run(request: Request, name: str) -> Any:
     """Forget a run. Running requests that use it go on. Only for the API key that has recorded it, and for administrators."""
     runs = server_of(request).model.runs
-    if (refusal := not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
-        return refusal
+    check_theirs(request, "runs", name, [each.name for each in runs.handles])
     server_of(request).owners.pop(("runs", name), None)  # before another client can record a run of this name
     await runs.delete(name)
     return {"deleted": name}
@@ -345,12 +321,10 @@ async def get_plan(request: Request) -> dict[str, Any]:
 
 
 @router.put("/plan")
-@answering_errors
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. Scores of its probes are in the
     server's metrics. For administrators."""
-    if not is_admin(request):
-        return error_response(403, NO_ADMIN)
+    check_admin(request)
     server = server_of(request)
     data = await receive_body(
         request, 2 * MAX_STRANGERS_BYTES, "The plan has {}; vectors are shortest in base64, or as names."
@@ -370,8 +344,7 @@ async def set_plan(request: Request) -> Any:
 @router.delete("/plan")
 async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
-    if not is_admin(request):
-        return error_response(403, NO_ADMIN)
+    check_admin(request)
     server_of(request).model.plan = None
     server_of(request).model.connection.watched = ()
     return await get_plan(request)

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import Response
 
 from midstream.engine.admission import on_a_thread
@@ -31,15 +31,15 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
-from midstream.requests.invokes import Invoke, answers_of, token_ids
+from midstream.requests.invokes import Invoke, answers_of
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import (
     MAX_ANSWERS,
     Server,
     adapter_of,
-    answering_errors,
     error_response,
+    new_router,
     receive_body,
     server_of,
 )
@@ -55,7 +55,7 @@ _PROMPT_BYTES = 1 << 10  # preparing a prompt takes as long as reading so many b
 _ALIVE_SECONDS = 5.0
 _SAVES_SECONDS = 0.5
 _log = logging.getLogger(__name__)
-router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+router = new_router()
 
 
 @router.get("/description")
@@ -90,7 +90,6 @@ async def tokenizer(request: Request) -> Any:
 
 
 @router.post("/generate")
-@answering_errors
 async def generate(request: Request) -> Any:
     """Requests of `midstream.Remote`, with plans and, if the server allows it, traces. The body and the response are binary.
 
@@ -150,15 +149,14 @@ def _stream(server: Server, call: RemoteCall, adapters: Mapping[str | None, Any]
         for number, asked in enumerate(call.asked)
     ]
     with about("asked"):
-        model = server.model
-        prompts = [token_ids(invoke, lambda: model.tokenizer, model._architectures) for invoke in invokes]
+        prompts = list(map(server.model._token_ids, invokes))
     code = ShippedCode(call.programs, call.bodies) if call.programs else None
     with about("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None
         if code is None and call.own:
             _check_engine_wide_plan(server, call, plans)
     try:
-        return model.stream(invokes, prompts, code, call.together, lowering)
+        return server.model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
         with about("plans"):
             raise

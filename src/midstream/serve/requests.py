@@ -20,12 +20,23 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, wraps
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
@@ -72,6 +83,7 @@ NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
 )
 Generate = Callable[..., AsyncGenerator[Any]]
+T = TypeVar("T")
 _SERVERS_FAULT = (EngineClosedError, ChannelError, CaptureError)
 _DONE = "data: [DONE]\n\n"
 
@@ -255,27 +267,31 @@ async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
             del receiving[owner]
 
 
-def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A route of midstream that answers errors in OpenAI's form. The type of a midstream error is its class.
+class _Route(APIRoute):
+    """A route that answers errors in OpenAI's form. The type of a midstream error is its class, and `param` its `field`, or else "body"."""
 
-    `param` is the error's `field`, or else "body".
-    """
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        route = super().get_route_handler()
 
-    @wraps(route)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await route(*args, **kwargs)
-        except RequestRefused as error:
-            return error_response(*error.args)
-        except ClientDisconnect:  # before the body had come; the answer is not read
-            return error_response(400, "The client left.")
-        except _SERVERS_FAULT as error:
-            return error_response(500, str(error), kind=type(error).__name__)
-        except MidstreamError as error:
-            kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-            return error_response(400, str(error), error.field or "body", kind)
+        async def answer(request: Request) -> Response:
+            try:
+                return await route(request)
+            except RequestRefused as error:
+                return error_response(*error.args)
+            except ClientDisconnect:  # before the body had come; the answer is not read
+                return error_response(400, "The client left.")
+            except _SERVERS_FAULT as error:
+                return error_response(500, str(error), kind=type(error).__name__)
+            except MidstreamError as error:
+                own = (each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
+                return error_response(400, str(error), error.field or "body", next(own))
 
-    return call
+        return answer
+
+
+def new_router() -> APIRouter:
+    """A router for routes under /v1/midstream, whose errors are answered."""
+    return APIRouter(prefix=f"/v1/{NAME}", tags=[NAME], route_class=_Route)
 
 
 class Gate:
@@ -353,17 +369,72 @@ def owner_of(headers: Mapping[str, str]) -> bytes:
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
-def not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
-    """The error for a client that may not delete or replace a vector, an SAE or a run; None if it may."""
+def check_there(what: str, name: str, there: Collection[str]) -> None:
+    """Raise RequestRefused if there is no vector, SAE or run of this name. `what`: "vectors", "saes" or "runs"."""
     if name not in there:
-        return error_response(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
+        raise RequestRefused(404, f"There is no {_called(what, name)}: {nearest(name, there)}.", "name")
+
+
+def check_theirs(request: Request, what: str, name: str, there: Collection[str]) -> None:
+    """Raise RequestRefused for a client that may not delete or replace a vector, an SAE or a run."""
+    check_there(what, name, there)
     if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not is_admin(request):
-        return error_response(403, f"The {what[:-1]} {name!r} is another API key's. {NO_ADMIN}", "name")
+        raise RequestRefused(403, f"The {_called(what, name)} is another API key's. {NO_ADMIN}", "name")
     values = server_of(request).model.plan.values()
     used = {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}
     if what != "saes" and name in used:  # a plan has what it needs of an SAE
-        return error_response(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
-    return None
+        raise RequestRefused(409, f"The engine-wide plan uses the {_called(what, name)}.", "name")
+
+
+def check_free(request: Request, what: str, name: str, there: Collection[str], replace: bool, field: str) -> None:
+    """Raise RequestRefused if a name is taken; with `replace`, only if the client may not replace what has it."""
+    if name not in there:
+        return
+    if not replace:
+        text = f"The {_called(what, name)} is there already: delete it first, or use another name."
+        raise RequestRefused(409, text, field)
+    check_theirs(request, what, name, there)
+
+
+def _called(what: str, name: str) -> str:
+    return f"{'SAE' if what == 'saes' else what[:-1]} {name!r}"
+
+
+def add_owned(
+    request: Request,
+    what: str,
+    there: MutableMapping[str, T],
+    new: Mapping[str, T],
+    size: Callable[[T], int],
+    most: int,
+    most_bytes: int,
+) -> None:
+    """Add vectors or SAEs of this client to those that are `there`. Raises RequestRefused over the limits, which count uploaded ones."""
+    owners, owner = server_of(request).owners, owner_of(request.headers)
+    uploaded = {name: there[name] for kind, name in owners if kind == what and name in there}
+    before = {name: each for name, each in uploaded.items() if owners[what, name] == owner}
+    called = "SAEs" if what == "saes" else what
+    for unit, limit, measure in ((called, most, lambda _: 1), (f"bytes of {called}", most_bytes, size)):
+        own, together, held = (
+            sum(map(measure, each.values())) for each in ({**before, **new}, {**uploaded, **new}, before)
+        )
+        check_quota(unit, own, together, limit, held)
+    there.update(new)
+    owners |= dict.fromkeys(((what, name) for name in new), owner)
+
+
+def delete_owned(request: Request, what: str, name: str, there: MutableMapping[str, Any]) -> dict[str, str]:
+    """Delete a vector or an SAE. Raises RequestRefused as `check_theirs` does."""
+    check_theirs(request, what, name, there)
+    del there[name]
+    server_of(request).owners.pop((what, name), None)
+    return {"deleted": name}
+
+
+def check_admin(request: Request) -> None:
+    """Raise RequestRefused for a client that is no administrator."""
+    if not is_admin(request):
+        raise RequestRefused(403, NO_ADMIN)
 
 
 def is_admin(request: Request) -> bool:
@@ -388,7 +459,6 @@ def check_quota(what: str, own: int, together: int, most: int, before: int = 0) 
         )
 
 
-T = TypeVar("T")
 # A list in a body. The first wrong item ends the reading: an error for each of a million items would take gigabytes.
 Listed = Annotated[list[T], Field(fail_fast=True)]
 

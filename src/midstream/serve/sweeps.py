@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
@@ -21,8 +21,8 @@ from midstream.serve.requests import (
     Server,
     SpanOfText,
     adapter_of,
-    answering_errors,
     error_response,
+    new_router,
     openapi_body,
     owner_of,
     read_place,
@@ -41,7 +41,7 @@ MAX_TOP = 20
 MESSAGE_BYTES = 16  # of a chat's message, at least, in addition to its texts
 MAX_SWEEPS, MAX_SWEEPS_OF_A_KEY = 32, 4  # at a time
 _log = logging.getLogger(__name__)
-router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+router = new_router()
 Token = str | int
 Place = int | str | SpanOfText
 
@@ -82,7 +82,6 @@ class SweepToRun(BaseModel):
 
 
 @router.post("/sweeps", openapi_extra=openapi_body(f"/v1/{NAME}/sweeps", SweepToRun))
-@answering_errors
 async def sweep(request: Request) -> Any:
     """Run a sweep, and stream its server-sent events: `start`, `baselines`, `cell`, `noise` and `summary`.
 

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from midstream.errors import MidstreamError, ParameterError, PromptError, about
+from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
-from midstream.requests.prompts import encode, prompts_of
-from midstream.sweeps.running import one_per_pair
+from midstream.requests.prompts import encode
+from midstream.sweeps.request import SweepRequest, graded, one_of
+from midstream.sweeps.results import dataframe
 
 _SITES = ("resid_pre", "attn_z", "resid_mid", "mlp_out", "resid_post")
 EDGE_METRICS = ("logit_diff", "logprob")
@@ -69,11 +70,7 @@ class EdgeScores:
 
     def to_dataframe(self) -> Any:
         """A table with one row for each edge: `sender`, `receiver`, `score`; the largest first. Needs pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
-        return pandas.DataFrame(self.best(self.by_pair[0].size), columns=Edge._fields)
+        return dataframe(self.best(self.by_pair[0].size), columns=Edge._fields)
 
     def plot(self, title: str = "edge attribution", path: str | PathLike[str] | None = None, *, ax: Any = None) -> Any:
         """Draw a heatmap with the senders upwards and the receivers to the right: blue above 0, red below. Grey: no edge.
@@ -102,19 +99,12 @@ class EdgeScores:
 
 def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, metric: Any) -> EdgeScores:
     """See `TraceModel.edge_attribution`."""
-    if metric not in EDGE_METRICS:
-        text = f"metric is {metric!r}. Allowed: {', '.join(map(repr, EDGE_METRICS))}."
-        raise ParameterError(text, field="metric")
-    if foil is None and metric == "logit_diff":
-        text = 'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".'
-        raise PromptError(text, field="foil")
+    one_of("metric", metric, EDGE_METRICS)
     _check_model(model)
-    pairs = _pairs(model, clean, corrupt)
-    answers: list[Any] = one_per_pair("answer", answer, len(pairs))
-    foils: list[Any] = [None] * len(pairs)
-    if metric == "logit_diff":
-        foils = one_per_pair("foil", foil, len(pairs))
-    graded = [_graded(model, *each) for each in zip(answers, foils, strict=True)]
+    asked = SweepRequest(clean, corrupt, answer, foil, metric=metric)
+    pairs = _pairs(model, asked)
+    foils = asked.foil if metric == "logit_diff" else [None] * len(pairs)
+    answers = [list(graded(model, *each).values()) for each in zip(asked.answer, foils, strict=True)]
     nodes = [("", 0)]
     for layer in range(model.num_layers):
         heads = model.arch.widths["attn_z", layer] // model.arch.head_dims["attn_z", layer]
@@ -122,7 +112,7 @@ def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any
     senders, receivers = [("input", 0), *nodes[1:]], [*nodes[1:], ("logits", 2 * model.num_layers + 1)]
     comes_before = np.array([[sender < receiver for _, receiver in receivers] for _, sender in senders])
     by_pair, values = [], []
-    for (clean_ids, corrupt_ids), tokens in zip(pairs, graded, strict=True):
+    for (clean_ids, corrupt_ids), tokens in zip(pairs, answers, strict=True):
         scores_SR, *both = _scores(model, clean_ids, corrupt_ids, tokens)
         by_pair.append(np.where(comes_before, scores_SR, np.nan))
         values.append(both)
@@ -149,17 +139,12 @@ def _check_model(model: Any) -> None:
                 )
 
 
-def _pairs(model: Any, clean: Any, corrupt: Any) -> list[tuple[list[int], list[int]]]:
+def _pairs(model: Any, asked: SweepRequest) -> list[tuple[list[int], list[int]]]:
     """The token ids of each clean and corrupt prompt. Raises PromptError unless both have the same number of tokens."""
     found = []
-    for name, prompts in (("clean", clean), ("corrupt", corrupt)):
+    for name in ("clean", "corrupt"):
         with about(name):
-            if prompts is None:
-                raise PromptError(f"{name} is None. Give a prompt, or a list of prompts.")
-            found.append([encode(prompt, lambda: model.tokenizer) for prompt in prompts_of(prompts)[0]])
-    if len(found[0]) != len(found[1]):
-        text = f"corrupt has {len(found[1])} prompts, and clean has {len(found[0])}."
-        raise PromptError(text, field="corrupt")
+            found.append([encode(prompt, lambda: model.tokenizer) for prompt in getattr(asked, name)])
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         if len(one) != len(other):
             text = (
@@ -168,16 +153,6 @@ def _pairs(model: Any, clean: Any, corrupt: Any) -> list[tuple[list[int], list[i
             )
             raise PromptError(text, field="corrupt")
     return list(zip(*found, strict=True))
-
-
-def _graded(model: Any, answer: Any, foil: Any) -> list[int]:
-    """The token ids of the answer and the foil. Raises PromptError."""
-    with about("answer"):
-        (found,) = model._answer_tokens([[answer] if foil is None else [answer, foil]], 1)
-    tokens = [found[each] for each in ([answer] if foil is None else [answer, foil])]
-    if len({*tokens}) != len(tokens):
-        raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
-    return tokens
 
 
 class _Values(NamedTuple):

@@ -176,14 +176,4 @@ class Summary(msgspec.Struct, frozen=True, tag="summary", tag_field="event"):
 
 
 Event = Outline | Baselines | Cell | Noise | Summary
-_encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Event)
-
-
-def encode_event(event: Event) -> bytes:
-    """The event as JSON on one line."""
-    return _encoder.encode(event)
-
-
-def decode_event(line: bytes | str) -> Event:
-    """The event. Raises msgspec.MsgspecError."""
-    return _decoder.decode(line)
+encode_event, decode_event = msgspec.json.Encoder().encode, msgspec.json.Decoder(Event).decode  # one line of JSON

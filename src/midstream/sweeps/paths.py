@@ -29,7 +29,7 @@ HEADS, MLPS = "attn_z", "mlp_out"
 GROUP_BYTES = RECORD_BYTES // (2 * ENGINE_GROUPS)
 
 
-def receivers_of(given: Any) -> list[tuple[int, int]] | None:
+def _receivers_of(given: Any) -> list[tuple[int, int]] | None:
     """The receivers as pairs of a layer and a head; None for the logits. Raises ParameterError."""
     if isinstance(given, str) and given == "logits":
         return None
@@ -55,20 +55,11 @@ def _is_head(given: Any) -> bool:
 class PathRun(SweepRun):
     """One call of `path_patching`. See `TraceModel.path_patching` for the arguments and errors."""
 
-    def __init__(
-        self,
-        model: Any,
-        clean: Any,
-        corrupt: Any,
-        answer: Any,
-        foil: Any,
-        asked: SweepRequest,
-        receivers: list[tuple[int, int]] | None,
-        freeze_mlps: bool,
-        adapter: Any = None,
-    ) -> None:
-        super().__init__(model, clean, corrupt, answer, foil, asked, None, adapter)
-        self._paths = Paths(receivers, [HEADS, MLPS] if freeze_mlps else [HEADS])
+    def __init__(self, model: Any, asked: SweepRequest, receivers: Any, freeze_mlps: bool) -> None:
+        super().__init__(model, asked)
+        if not isinstance(freeze_mlps, bool):
+            raise ParameterError(f"freeze_mlps is {freeze_mlps!r}. Allowed: True, False.", field="freeze_mlps")
+        self._paths = Paths(_receivers_of(receivers), [HEADS, MLPS] if freeze_mlps else [HEADS])
         self._frozen: dict[tuple[str, int], Plan] = {}  # by the patched prompt's run and the sender's layer
 
     def outline(self) -> Outline:
@@ -82,7 +73,7 @@ class PathRun(SweepRun):
             if not before:
                 text = "receivers: no head lies before them. Give heads of later layers."
                 raise ParameterError(text, field="receivers")
-            self.asked = dataclasses.replace(self.asked, layers=before)
+            self.asked.layers = before
         outline = super().outline()
         for (layer,) in outline.grid.layers:
             if layer >= end:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from midstream.errors import ParameterError, PlanError
+from midstream.errors import ParameterError, PlanError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.fields import Span, nearest, span_positions
 from midstream.plan.values import ModelFacts
+from midstream.requests.invokes import Answers
+from midstream.requests.prompts import prompts_of
 from midstream.sites import LAYER_SITES, hook_hint, site_of
 from midstream.sweeps.events import Column, Grid
 
@@ -37,69 +39,108 @@ class Tokens:
         return list(span_positions(span, *self.offsets(), "positions"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class SweepRequest:
-    """The arguments of `sweep`, after the checks that need no model. See `TraceModel.sweep` for the arguments and errors."""
+    """The arguments of `sweep` and `path_patching`, after the checks that need no model. See `TraceModel.sweep` for them and the errors.
 
-    sites: tuple[str, ...]
-    layers: Any
-    positions: Any
-    heads: Any
-    metric: Metric
-    direction: Literal["denoising", "noising"]
-    source: Literal["run", "zeros", "mean"]
-    coarse: tuple[int, int] | None
-    best: int
-    top: int
+    Attributes:
+        clean, corrupt: a list with a prompt for each pair. `corrupt` may be None.
+        answer, foil: a list with one for each pair; Nones without foils.
+        adapter: that all requests run with.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        sites: Any,
-        layers: Any,
-        positions: Any,
-        heads: Any,
-        metric: Any,
-        direction: Any,
-        source: Any,
-        coarse: Any,
-        best: Any,
-        top: Any,
-    ) -> SweepRequest:
-        each = tuple(map(site_of, (sites,) if isinstance(sites, str) else tuple(sites)))
+    clean: Any
+    corrupt: Any
+    answer: Any
+    foil: Any
+    sites: Any = "resid_post"
+    layers: Any = "all"
+    positions: Any = "all"
+    heads: Any = None
+    metric: Metric = "logit_diff"
+    direction: Any = None
+    source: Any = "run"
+    coarse: Any = None
+    best: int = 3
+    top: int = 0
+    adapter: Any = None
+
+    def __post_init__(self) -> None:
+        self._check_places()
+        if not callable(self.metric):
+            one_of("metric", self.metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
+        one_of("source", self.source, SOURCES)
+        if self.direction is None:
+            self.direction = "denoising" if self.source == "run" else "noising"
+        one_of("direction", self.direction, DIRECTIONS)
+        for name, number, least in (("best", self.best, 1), ("top", self.top, 0)):
+            if type(number) is not int or not least <= number <= 1000:
+                raise _refused(name, number, f"a number from {least} to 1000")
+        self._check_pairs()
+
+    def _check_places(self) -> None:
+        each = tuple(map(site_of, (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)))
         if not each or len({*each}) != len(each):
-            raise _refused("sites", sites, "one site, or a list of different sites")
+            raise _refused("sites", self.sites, "one site, or a list of different sites")
         for site in each:
             if site not in LAYER_SITES:
                 hint = hook_hint(str(site)) or nearest(str(site), LAYER_SITES)
                 raise PlanError(f"sites has {site!r}: {hint}", field="sites")
-        if not callable(metric):
-            _one_of("metric", metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
-        _one_of("source", source, SOURCES)
-        if direction is None:
-            direction = "denoising" if source == "run" else "noising"
-        _one_of("direction", direction, DIRECTIONS)
-        if heads is not None and each != ("attn_z",):
+        self.sites = each
+        if self.heads is not None and each != ("attn_z",):
             text = 'heads needs sites="attn_z": only there does each dimension belong to a head.'
             raise ParameterError(text, field="heads")
-        if coarse is not None:
-            ok = isinstance(coarse, (tuple, list)) and len(coarse) == 2
-            if not ok or any(type(size) is not int or size < 1 for size in coarse):
-                raise _refused("coarse", coarse, "(layers, positions), the size of the windows that run first")
-            if positions != "all":
+        if self.coarse is not None:
+            ok = isinstance(self.coarse, (tuple, list)) and len(self.coarse) == 2
+            if not ok or any(type(size) is not int or size < 1 for size in self.coarse):
+                raise _refused("coarse", self.coarse, "(layers, positions), the size of the windows that run first")
+            if self.positions != "all":
                 text = 'coarse needs positions="all": windows are made of all positions.'
                 raise ParameterError(text, field="coarse")
-        for name, number, least in (("best", best, 1), ("top", top, 0)):
-            if type(number) is not int or not least <= number <= 1000:
-                raise _refused(name, number, f"a number from {least} to 1000")
-        return cls(each, layers, positions, heads, metric, direction, source, coarse and tuple(coarse), best, top)
+
+    def _check_pairs(self) -> None:
+        with about("clean"):
+            self.clean = prompts_of(self.clean)[0]
+        if self.corrupt is not None:
+            with about("corrupt"):
+                self.corrupt = prompts_of(self.corrupt)[0]
+            if len(self.corrupt) != len(self.clean):
+                text = f"corrupt has {len(self.corrupt)} prompts, and clean has {len(self.clean)}."
+                raise PromptError(text, field="corrupt")
+        elif self.source == "run":
+            text = 'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.'
+            raise PromptError(text, field="corrupt")
+        elif self.direction == "denoising" or self.metric == "recovered":
+            text = 'corrupt is None. direction="denoising" and metric="recovered" need a corrupt prompt.'
+            raise PromptError(text, field="corrupt")
+        if self.foil is None and self.metric == "logit_diff":
+            text = 'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".'
+            raise PromptError(text, field="foil")
+        for name in ("answer", "foil"):
+            given = getattr(self, name)
+            each = list(given) if isinstance(given, (list, tuple)) else [given] * len(self.clean)
+            if len(each) != len(self.clean):
+                text = f"{name} has {len(each)} tokens for {len(self.clean)} pairs of prompts. Give one token, or one for each pair."
+                raise PromptError(text, field=name)
+            setattr(self, name, each)
 
     @property
     def metric_name(self) -> str:
         return self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "metric")
 
 
-def _one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
+def graded(model: Any, answer: Any, foil: Any) -> Answers:
+    """The token ids of the answer and, unless it is None, of the foil. Raises PromptError."""
+    asked = [answer] if foil is None else [answer, foil]
+    with about("answer"):
+        (found,) = model._answer_tokens([asked], 1)
+    if len({*found.values()}) != len(asked):
+        raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
+    return found  # type: ignore[no-any-return]
+
+
+def one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
+    """Raise ParameterError unless `given` is one of `allowed`. `more`: what else is allowed, for the message."""
     if not isinstance(given, str) or given not in allowed:
         raise _refused(name, given, f"{', '.join(map(repr, allowed))}{more}")
 

@@ -140,13 +140,13 @@ class SweepResult:
             corrupt, spread = (each.reshape(-1, *[1] * (raw.ndim - 1)) for each in (corrupt, spread))
         return (raw - corrupt) / spread
 
+    def _measured(self, logprobs: np.ndarray, pair: int | slice, recovered: bool) -> np.ndarray:
+        raw = self._graded(logprobs)
+        return self._recovered(raw, pair) if recovered else raw
+
     def _each(self, recovered: bool) -> dict[str, np.ndarray]:
         """By site, `[pairs, layers, (heads,) positions]`."""
-        found = {}
-        for site, logprobs in self.logprobs.items():
-            raw = self._graded(logprobs)
-            found[site] = self._recovered(raw, slice(None)) if recovered else raw
-        return found
+        return {site: self._measured(logprobs, slice(None), recovered) for site, logprobs in self.logprobs.items()}
 
     @property
     def by_pair(self) -> dict[str, np.ndarray]:
@@ -193,8 +193,7 @@ class SweepResult:
         return self._baseline(self.metric == "recovered")
 
     def _baseline(self, recovered: bool) -> float:
-        raw = self._graded(self._base)
-        return float(_mean(self._recovered(raw, slice(None)) if recovered else raw))
+        return float(_mean(self._measured(self._base, slice(None), recovered)))
 
     @property
     def _metric_name(self) -> str:
@@ -204,18 +203,15 @@ class SweepResult:
     def _base(self) -> np.ndarray:
         return self.corrupt if self.outline.direction == "denoising" else self.clean
 
-    def _metric_of(self, logprobs: np.ndarray, pair: int | slice) -> np.ndarray:
-        raw = self._graded(logprobs)
-        return self._recovered(raw, pair) if self.metric == "recovered" else raw
-
     @property
     def noise_floor(self) -> float:
         """The largest difference between runs of the patched prompt that should be equal, in the metric's unit.
 
         The prompt runs again among the cells, without a patch and patched with its own activations. NaN before the first such run.
         """
-        base = self._metric_of(self._base, slice(None))
-        runs = ((self._metric_of(np.array(run.logprobs), run.pair), base[run.pair]) for run in self.noise)
+        recovered = self.metric == "recovered"
+        base = self._measured(self._base, slice(None), recovered)
+        runs = ((self._measured(np.array(run.logprobs), run.pair, recovered), base[run.pair]) for run in self.noise)
         return max((abs(float(value) - float(own)) for value, own in runs), default=math.nan)
 
     @property
@@ -283,10 +279,6 @@ class SweepResult:
 
         `token` is the text that is patched in this pair's prompt, and `column` the label in figures.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
         grid, values, recovered = self.outline.grid, self.by_pair, self._each(True)
         reasons = {cell.key: cell.void for cell in self.void}
         rows = []
@@ -318,7 +310,7 @@ class SweepResult:
                         "void": void,
                     }
                 )
-        return pandas.DataFrame(rows)
+        return dataframe(rows)
 
     def plot(
         self,
@@ -429,13 +421,8 @@ class SweepResult:
         arrays |= {name: getattr(self, name) for name in _HELD}
         if self.coarse is not None:
             arrays |= {f"coarse/{site}": values for site, values in self.coarse.logprobs.items()}
-        rest = {
-            "outline": self.outline,
-            "noise": self.noise,
-            "void": self.void,
-            "coarse_void": self.coarse.void if self.coarse is not None else [],
-            "summary": self.summary,
-        }
+        coarse_void = self.coarse.void if self.coarse is not None else []
+        rest = _Rest(self.outline, self.noise, self.void, coarse_void, self.summary)
         text = np.frombuffer(msgspec.json.encode(rest), np.uint8)
         with Path(path).open("wb") as file:
             np.savez_compressed(file, json=text, **arrays)  # type: ignore[arg-type]
@@ -522,6 +509,15 @@ class _Rest(msgspec.Struct):
 
 
 NOT_ALIGNED = "the two prompts have different tokens here, and cannot be aligned"
+
+
+def dataframe(rows: Any, columns: Any = None) -> Any:
+    """A pandas DataFrame. Raises MidstreamError without pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
+    return pandas.DataFrame(rows, columns=columns)
 
 
 def _mean(values: np.ndarray) -> np.ndarray:

@@ -38,8 +38,8 @@ from midstream.errors import EngineClosedError, MidstreamError, ParameterError, 
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
-from midstream.requests.prompts import Prompt, encode, offsets_of, prompts_of
-from midstream.requests.vectors_and_runs import finish_cleanup
+from midstream.requests.prompts import Prompt, encode, offsets_of
+from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -59,6 +59,7 @@ from midstream.sweeps.request import (
     align,
     cells_in_order,
     columns_of,
+    graded,
     heads_of,
     rows_of,
     windows_of,
@@ -83,43 +84,11 @@ class Job:
 
 
 class SweepRun:
-    """One call of `sweep`. See `TraceModel.sweep` for the arguments and errors."""
+    """One call of `sweep`."""
 
-    def __init__(
-        self,
-        model: Any,
-        clean: Any,
-        corrupt: Any,
-        answer: Any,
-        foil: Any,
-        asked: SweepRequest,
-        to: Any,
-        adapter: Any = None,
-    ) -> None:
-        self._model, self.asked, self._adapter = model, asked, adapter
-        with about("clean"):
-            self._clean = prompts_of(clean)[0]
-        with about("corrupt"):
-            self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
-        if self._corrupt is None and asked.source == "run":
-            raise PromptError(
-                'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.',
-                field="corrupt",
-            )
-        if self._corrupt is None and (asked.direction == "denoising" or asked.metric == "recovered"):
-            text = 'corrupt is None. direction="denoising" and metric="recovered" need a corrupt prompt.'
-            raise PromptError(text, field="corrupt")
-        if self._corrupt is not None and len(self._corrupt) != len(self._clean):
-            text = f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}."
-            raise PromptError(text, field="corrupt")
-        self._answer = one_per_pair("answer", answer, len(self._clean))
-        self._foil = [None] * len(self._clean) if foil is None else one_per_pair("foil", foil, len(self._clean))
-        if foil is None and asked.metric == "logit_diff":
-            raise PromptError(
-                'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".',
-                field="foil",
-            )
-        if asked.top and not model._has_logprobs:
+    def __init__(self, model: Any, asked: SweepRequest, to: Any = None) -> None:
+        self._model, self.asked = model, asked
+        if asked.top and not model.has_engine:
             raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.", field="top")
         self._directory = None if to is None else Path(to).expanduser()
         self.result: SweepResult | None = None
@@ -128,18 +97,18 @@ class SweepRun:
         """The outline of the sweep. Makes all checks that need no request."""
         model, asked = self._model, self.asked
         with about("clean"):
-            clean = [self._tokens(prompt) for prompt in self._clean]
+            clean = [self._tokens(prompt) for prompt in asked.clean]
         corrupt: list[Any] = [None] * len(clean)
-        if self._corrupt is not None:
+        if asked.corrupt is not None:
             with about("corrupt"):
-                corrupt = [self._tokens(prompt) for prompt in self._corrupt]
+                corrupt = [self._tokens(prompt) for prompt in asked.corrupt]
         self._bases: list[Any] = clean
         self._others: list[Any] = corrupt
         if asked.direction == "denoising":
             self._bases, self._others = corrupt, clean
         if asked.source != "run":
             self._others = [None] * len(clean)  # an ablation reads no position of another prompt
-        self._answers = [self._graded(*pair) for pair in zip(self._answer, self._foil, strict=True)]
+        self._answers = [graded(model, *pair) for pair in zip(asked.answer, asked.foil, strict=True)]
         rows = rows_of(asked.layers, asked.sites, model.facts)
         grid = Grid(
             list(asked.sites),
@@ -150,7 +119,7 @@ class SweepRun:
         pairs = [
             Pair(a.texts, None if b is None else b.texts, answer, foil, _skipped(*both))
             for a, b, answer, foil, *both in zip(
-                clean, corrupt, self._answer, self._foil, self._bases, self._others, strict=True
+                clean, corrupt, asked.answer, asked.foil, self._bases, self._others, strict=True
             )
         ]
         coarse, cells = None, _count(grid, len(pairs))
@@ -159,8 +128,8 @@ class SweepRun:
             fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
             cells = _count(coarse, len(pairs)) + min(fine, cells)
         name = model.model_name
-        if self._adapter is not None:
-            name = f"{name} with the adapter {model.name_of_adapter(self._adapter)}"
+        if asked.adapter is not None:
+            name = f"{name} with the adapter {model.name_of_adapter(asked.adapter)}"
         outline = Outline(name, asked.metric_name, asked.direction, asked.source, pairs, grid, coarse, cells)
         self.result = SweepResult(outline, asked.metric)
         self._check(outline)
@@ -185,14 +154,6 @@ class SweepRun:
         texts = [self._model.tokenizer.decode([token]) for token in ids]
         return Tokens(ids, texts, functools.cache(lambda: offsets_of(prompt, ids, self._model.tokenizer)))
 
-    def _graded(self, answer: Any, foil: Any) -> Answers:
-        asked = [answer] if foil is None else [answer, foil]
-        with about("answer"):
-            (found,) = self._model._answer_tokens([asked], 1)
-        if len({*found.values()}) != len(asked):
-            raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
-        return found  # type: ignore[no-any-return]
-
     def _head_count(self, rows: Sequence[Sequence[int]]) -> int:
         """How many heads each of these layers has; 0 if they have no site of heads. Raises ParameterError if they differ."""
         facts, layers = self._model.facts, set(itertools.chain.from_iterable(rows))
@@ -208,8 +169,7 @@ class SweepRun:
     async def events(self) -> AsyncGenerator[Event]:
         """The sweep's events. Closing the generator ends the running requests and deletes the recorded runs."""
         began, model = time.monotonic(), self._model
-        if model._is_async:
-            await model.start()
+        await model.start()
         # A thread reads the prompts on an async engine: the event loop serves others as well.
         outline = await asyncio.to_thread(self.outline) if model._is_async else self.outline()
         result = self.result
@@ -281,7 +241,8 @@ class SweepRun:
         base, stage = self._bases[number], cells[0].stage
         assert self.result is not None
         grid = self.result.outline.grid_of(stage)
-        async with self._sources(number, grid) as (source, own):
+        runs: list[RecordedRun] = []
+        async with self._deleted(self._recorded(number, grid, runs), runs) as (source, own):
             jobs = self._jobs(number, cells, grid, source, own)
             yield await self._baselines(number)
             given = (base.ids, self._answers[number], jobs)
@@ -290,13 +251,6 @@ class SweepRun:
             async with contextlib.aclosing(running) as done:
                 async for event in done:
                     yield event
-
-    @contextlib.asynccontextmanager
-    async def _sources(self, number: int, grid: Grid) -> AsyncIterator[tuple[Any, RecordedRun]]:
-        """The source of the patches, and the patched prompt's own run. Recorded runs are leased during the block and then deleted."""
-        runs: list[RecordedRun] = []
-        async with self._deleted(self._recorded(number, grid, runs), runs) as found:
-            yield found
 
     @contextlib.asynccontextmanager
     async def _deleted(self, recording: Any, runs: list[RecordedRun]) -> AsyncIterator[Any]:
@@ -314,14 +268,12 @@ class SweepRun:
             await finish_cleanup(self._delete_runs(runs, recording))
 
     async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
-        """Record the runs for `_sources`, and add each to `runs` at once."""
+        """The source of the patches, and the patched prompt's own run. Recorded runs are leased, and added to `runs` at once."""
         sites, layers = self._planes(grid)
 
         async def record(ids: list[int]) -> RecordedRun:
-            name = new_name()
-            run: RecordedRun = await self._model._recording(
-                ids, sites, layers, "all_prompt", name, adapter=self._adapter
-            )
+            asked = RunRequest(ids, sites, layers, name=new_name(), adapter=self.asked.adapter)
+            run: RecordedRun = await self._model._recording(asked)
             runs.append(run)
             await self._model.runs.lease([run.id])
             return run
@@ -361,8 +313,8 @@ class SweepRun:
     async def _baselines(self, number: int) -> Baselines:
         """Run both prompts without a patch, each alone."""
         answers, found = self._answers[number], []
-        corrupt = None if self._corrupt is None else self._corrupt[number]
-        for prompt in (self._clean[number], corrupt):
+        corrupt = None if self.asked.corrupt is None else self.asked.corrupt[number]
+        for prompt in (self.asked.clean[number], corrupt):
             found.append(None if prompt is None else _logprobs(await self._one(prompt, Plan(), answers), answers))
         assert found[0] is not None
         return Baselines(number, found[0], found[1])
@@ -373,7 +325,7 @@ class SweepRun:
 
     def _invoke(self, prompt: Prompt, plan: Plan, answers: Answers, **params: Any) -> Invoke:
         params = {"max_tokens": 1, "temperature": 0.0, **params}
-        return Invoke(prompt, None, params, plan, answers, adapter=self._adapter)
+        return Invoke(prompt, None, params, plan, answers, adapter=self.asked.adapter)
 
     # Cells as requests.
 
@@ -547,16 +499,6 @@ def _count(grid: Grid, pairs: int) -> int:
 def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     way = align(base.ids, base.ids if other is None else other.ids)
     return [position for position, source in enumerate(way) if source is None]
-
-
-def one_per_pair(name: str, given: Any, pairs: int) -> list[Any]:
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
-    if len(each) != pairs:
-        raise PromptError(
-            f"{name} has {len(each)} tokens for {pairs} pairs of prompts. Give one token, or one for each pair.",
-            field=name,
-        )
-    return each
 
 
 class _Log:

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.arch.heads import AttentionSettings, Heads, caches_known, set_cut
-from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, Rows
-from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.capture.sinks import Sinks
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
@@ -140,18 +140,13 @@ class GeneratedBatch(_Output):
 
     @staticmethod
     def of(rows: list[Generated], pad: int) -> GeneratedBatch:
-        before = max(len(row.prompt_token_ids) for row in rows)
-        after = max(len(row.token_ids) for row in rows)
-        ids = [
-            [
-                *[pad] * (before - len(row.prompt_token_ids)),
-                *row.prompt_token_ids,
-                *row.token_ids,
-                *[pad] * (after - len(row.token_ids)),
-            ]
-            for row in rows
-        ]
-        output = torch.tensor(ids).as_subclass(GeneratedBatch)
+        prompts, answers = (
+            [torch.tensor(ids, dtype=torch.int64) for ids in each]
+            for each in ([row.prompt_token_ids for row in rows], [row.token_ids for row in rows])
+        )
+        before_BS = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
+        after_BS = pad_sequence(answers, batch_first=True, padding_value=pad)
+        output = torch.cat([before_BS, after_BS], 1).as_subclass(GeneratedBatch)
         output.rows = rows
         return output
 
@@ -161,11 +156,8 @@ class BatchRequest:
     """One prompt of a batch.
 
     Attributes:
-        name: its id.
-        invoke: with this prompt.
         prompt: token ids.
-        plan: its plan.
-        running: the same, while it runs.
+        running: its plan, while it runs.
         generated: the tokens generated so far.
         finish_reason, stop_reason: None while it runs.
         graded: the log-probabilities of its answers.
@@ -208,14 +200,7 @@ class BatchInvoke:
 
 
 class PaddedBatch:
-    """One left-padded batch, and the bodies that run on it.
-
-    Args:
-        model: the LanguageModel.
-        interleaver: runs the bodies.
-        plans: those of the requests.
-        requests: the rows of the batch.
-    """
+    """One left-padded batch of `requests`, and the bodies that run on it."""
 
     def __init__(
         self,
@@ -519,13 +504,6 @@ def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
 class RunningPlan:
     """One request's plan in the tables of its batch, and the rows that it captures.
 
-    Args:
-        request: has a plan.
-        vectors: the model's named vectors.
-        runs: the model's recorded runs.
-        sinks: take captured rows.
-        dtype: the model's.
-
     Attributes:
         not_finite: the first position and site that an edit made infinite or NaN.
         knockouts: the attention edges that the plan cuts; None for none.
@@ -558,10 +536,7 @@ class RunningPlan:
         self.knockouts = self._compiled.knockouts
         self._scores = RequestScores(plan.plan, len(plan.prompt)) if plan.plan.probes else None
         self._chunks: list[ScoreChunk] = []
-        info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
-        self._capture = RequestCapture(
-            info, plan.routes, sinks, plan.no_rows, stops_in_prompt=plan.plan.stops_in_prompt
-        )
+        self._capture = plan.capture(request.name, sinks, request.invoke.collected)
         self._captured: list[Rows] = []  # in the running step
         self._dtype = dtype
         self.not_finite: NotFinite | None = None
@@ -640,9 +615,15 @@ class BatchPlans:
         self._requests = requests
         self._tables = TorchTables(points_of(arch), model.device, model.dtype)
         self._hooks = PointHooks(model, arch, (), self._tables, model.dtype)
-        self._attention = partial(_attention_of, model, arch)
+        self._model, self._arch = model, arch
         self._length = 0  # of the running step
         self._is_running = False  # whether a step is
+
+    def _attention(self, layer: int) -> Heads:
+        """The child of a layer's attention that its queries, keys and values pass through."""
+        found = self._model.get_submodule(self._arch.bindings["attn_q", layer].path)
+        assert isinstance(found, Heads)
+        return found
 
     def __enter__(self) -> BatchPlans:
         running = [request.running for request in self._requests if request.running is not None]
@@ -736,10 +717,3 @@ class BatchPlans:
                 reason = request.running.end_step()
                 if reason is not None:
                     request.finish_reason, request.stop_reason = "stop", reason
-
-
-def _attention_of(model: Any, arch: Architecture, layer: int) -> Heads:
-    """The child of a layer's attention that its queries, keys and values pass through."""
-    found = model.get_submodule(arch.bindings["attn_q", layer].path)
-    assert isinstance(found, Heads)
-    return found

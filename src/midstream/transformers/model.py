@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,10 +97,7 @@ class LanguageModel(TraceModel):
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
-            attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
-            `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `router`, `embed`, `final_norm`,
-            `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
+        rename: as of `VLLM`; a key may also be a class of modules.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: the default of `progress` for the model's calls, such as `generate`.
@@ -109,8 +107,6 @@ class LanguageModel(TraceModel):
     Raises:
         ParameterError: transformers does not take an argument, or an argument asks for something that midstream does not support.
     """
-
-    _has_logprobs = False
 
     has_engine = False
     _can_unembed = True
@@ -234,10 +230,8 @@ class LanguageModel(TraceModel):
         dtype = str(self.module.dtype).removeprefix("torch.")
         return ModelFacts(self.arch.num_layers, widths, dtype, head_dims=self.arch.head_dims)
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> OutputStream:
-        return Called(lambda: self._run_now(invokes, ended))
+    def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
+        return Called(partial(self._run_now, invokes))
 
     def _run_now(self, invokes: list[Invoke], ended: Callable[[int], object]) -> list[InvokeResult]:
         """Run traces as one batch, and requests without traces in the batches of `_batches`."""

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.consumers import Collected
 from midstream.capture.rows import Captured, Rows
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import (
@@ -150,14 +150,7 @@ class RowReceiver:
             return
         try:
             if sample.capture is None:
-                info = CaptureInfo(sample.name, tuple(self._plan.prompt), collected=self.collected)
-                sample.capture = RequestCapture(
-                    info,
-                    self._plan.routes,
-                    self._sinks,
-                    self._plan.no_rows,
-                    stops_in_prompt=self._plan.plan.stops_in_prompt,
-                )
+                sample.capture = self._plan.capture(sample.name, self._sinks, self.collected)
             sample.capture.add(itertools.starmap(Rows, value["rows"]), max(self.stop or 0, header.confirmed))
         except CaptureError as error:
             sample.fail(error)

@@ -42,9 +42,7 @@ class EngineRequest:
         prompt: as vLLM takes it.
         params: its SamplingParams, which carry the plan and the trace.
         trace: its trace, if the engine runs the trace's code.
-        plan: its plan.
         rows: receives captured rows.
-        answers: the answers to grade.
         ending: makes the outcome of its trace, if the trace's code runs nowhere.
         weights: the weights that its trace and plan need in the workers, by digest.
         adapter: its LoRARequest. A server's plain requests have theirs apart from this.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
@@ -17,14 +17,13 @@ from midstream.client.model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.lowering.client_traces import Ending
-from midstream.lowering.tiers import Lowering, lower_trace
+from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import refuse
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
     Invoke,
     PreparedPlan,
     engine_params,
-    token_ids,
     without_destinations,
 )
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
@@ -36,12 +35,12 @@ from midstream.vllm.engine import EngineConnection, EngineRequest
 from midstream.vllm.stream import EngineStream
 
 
-class _LoweredCall(NamedTuple):
-    """How the requests of a call run.
+class _Work(NamedTuple):
+    """What a call's requests do besides generating. Lists have an entry for each request.
 
     Attributes:
         tier: where the code of their traces runs.
-        plans: of each request.
+        plans: None for requests without one.
         weights: the numbers of each plan that the workers hold, by digest.
         endings: make the outcomes of traces whose code runs nowhere.
     """
@@ -50,11 +49,6 @@ class _LoweredCall(NamedTuple):
     plans: Sequence[PreparedPlan | None]
     weights: Sequence[Mapping[str, Weight]]
     endings: Sequence[Ending | None]
-
-    @classmethod
-    def in_forward(cls, invokes: Sequence[Invoke]) -> _LoweredCall:
-        """Without plans, and with all code in the forward."""
-        return cls(Tier.FORWARD, [None] * len(invokes), [{}] * len(invokes), [None] * len(invokes))
 
 
 class VLLM(DescribedModel):
@@ -233,27 +227,21 @@ class VLLM(DescribedModel):
 
     # Running.
 
-    def _run(
-        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> EngineStream:
+    def _run(self, invokes: list[Invoke], together: bool = False) -> EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
-        prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
+        prompts = list(map(self._token_ids, invokes))
         code = self._code(invokes)
         lowering = None
         if code is not None and self._connection.is_described:
-            steps = [self._most_steps(invoke, ids) for invoke, ids in zip(invokes, prompts, strict=True)]
-            lowering = lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
-        if not self._connection.is_described and any(invoke.plan for invoke in invokes):
-            # Plans are checked after the engine has started.
-            return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)
-        requests = self._requests(invokes, prompts, code, together, lowering)
-        return EngineStream(self._connection, lambda: requests, ended)
+            lowering = self._lower(invokes, prompts, code)
 
-    def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
-        """The largest number of steps that the request can have."""
-        room = self.vllm_config.model_config.max_model_len - len(ids)
-        asked = invoke.params.get("max_tokens")
-        return max(1, min(room, room if asked is None else asked))
+        def requests() -> list[EngineRequest]:
+            return self._requests(invokes, prompts, code, together, lowering)
+
+        if self._connection.is_described or not any(invoke.plan for invoke in invokes):
+            made = requests()  # checked at once
+            return EngineStream(self._connection, lambda: made)
+        return EngineStream(self._connection, requests)  # plans are checked after the engine has started
 
     def stream(
         self,
@@ -294,26 +282,39 @@ class VLLM(DescribedModel):
         if together:
             launch.check_adapters_fit_one_step(self.vllm_config, chosen)
         streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
-        traces: list[TraceRequest | None] = [None] * len(invokes)
+        traces: Sequence[TraceRequest | None] = [None] * len(invokes)
         if code is not None:
-            traces = [*self._traces(invokes, prompts, code, together, streamed)]
-        call = None
+            traces = self._traces(invokes, prompts, code, together, streamed)
+        work = None
         if lowering is not None:
             keeps = zip(traces, lowering.keeps_to_graphs, strict=True)
             traces = [trace and replace(trace, keeps_to_graphs=keeps_to_graphs) for trace, keeps_to_graphs in keeps]
-            call = self._lowered(invokes, prompts, lowering, together or streamed)
-        if call is None:
-            call = _LoweredCall.in_forward(invokes)
+            work = self._lowered(invokes, prompts, lowering, together or streamed)
+        if work is None:
+            plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
             if any(invoke.plan for invoke in invokes):
-                call = call._replace(plans=self.planner.prepare_all(invokes, prompts))
-        elif call.tier is Tier.BEHIND:
+                plans = self.planner.prepare_all(invokes, prompts)
+            work = _Work(Tier.FORWARD, plans, [{}] * len(invokes), [None] * len(invokes))
+        elif work.tier is Tier.BEHIND:
             traces = [trace and replace(trace, tier=Tier.BEHIND) for trace in traces]
         else:  # no code runs in the engine
             traces = [None] * len(invokes)
         shared: dict[Any, Any] = {}
-        weights = [{**own, **others} for own, others in zip(constants, call.weights, strict=True)]
-        each = zip(invokes, prompts, traces, call.plans, weights, call.endings, strict=True)
-        return [self._request(call.tier, code, shared, *parts) for parts in each]
+        requests = []
+        each = zip(invokes, prompts, traces, work.plans, constants, work.weights, work.endings, strict=True)
+        for invoke, ids, trace, plan, held, of_trace, ending in each:
+            rows = None
+            if plan is not None and plan.plan.captures and work.tier is not Tier.BEHIND:
+                rows = self._receiver(
+                    plan, invoke.params.get("n", 1), invoke, ending if work.tier is Tier.CLIENT else None
+                )
+            salt = secrets.token_hex(8) if trace is not None else None
+            prompt = launch.engine_prompt(ids, invoke.prompt if isinstance(invoke.prompt, str) else None, salt)
+            params = _params(invoke, trace, plan, rows, shared)
+            weights = {**held, **of_trace, **(code.weights if code is not None and trace is not None else {})}
+            answers, adapter = invoke.answers, invoke.adapter
+            requests.append(EngineRequest(prompt, params, trace, plan, rows, answers, ending, weights, adapter))
+        return requests
 
     def _with_held_constants(self, invokes: Sequence[Invoke]) -> tuple[list[Invoke], list[dict[str, Weight]]]:
         """The invokes without the large constants of their plans' programs, which the workers hold; and these, by digest.
@@ -333,7 +334,7 @@ class VLLM(DescribedModel):
 
     def _lowered(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], lowering: Lowering, in_the_engine: bool
-    ) -> _LoweredCall | None:
+    ) -> _Work | None:
         """The call with plans that do the work of its traces. None if the traces have to run in the forward.
 
         Args:
@@ -357,31 +358,7 @@ class VLLM(DescribedModel):
         for i, found in enumerate(lowering.each):
             if invokes[i].program is not None:
                 endings[i] = found.ending(lowering.tier, len(prompts[i]))
-        return _LoweredCall(lowering.tier, plans, weights, endings)
-
-    def _request(
-        self,
-        tier: Tier,
-        code: ShippedCode | None,
-        shared: dict[Any, Any],
-        invoke: Invoke,
-        ids: list[int],
-        trace: TraceRequest | None,
-        plan: PreparedPlan | None,
-        weights: Mapping[str, Weight],
-        ending: Ending | None,
-    ) -> EngineRequest:
-        """One request. `shared` is as of `_params`."""
-        rows = None
-        if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
-            rows = self._receiver(plan, invoke.params.get("n", 1), invoke, ending if tier is Tier.CLIENT else None)
-        salt = secrets.token_hex(8) if trace is not None else None
-        text = invoke.prompt if isinstance(invoke.prompt, str) else None
-        if code is not None and trace is not None:
-            weights = {**weights, **code.weights}
-        params = _params(invoke, trace, plan, rows, shared)
-        prompt = launch.engine_prompt(ids, text, salt)
-        return EngineRequest(prompt, params, trace, plan, rows, invoke.answers, ending, weights, invoke.adapter)
+        return _Work(lowering.tier, plans, weights, endings)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool

@@ -40,7 +40,7 @@ _LONG_SECONDS = 0.002  # if reading saved values takes longer, the next reading 
 _NO_SCORES = Scores()
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
-_StageMessage = tuple[ResultHeader, list[Outcome]]
+_StageMessage = tuple[ResultHeader, list[Outcome]]  # the outcomes have the number of the step
 
 
 class EngineStream(OutputStream):
@@ -48,16 +48,10 @@ class EngineStream(OutputStream):
 
     Args:
         prepare: returns the requests. It is called when the engine has started.
-        ended: called with 1 as each request ends.
     """
 
-    def __init__(
-        self,
-        connection: EngineConnection,
-        prepare: Callable[[], list[EngineRequest]],
-        ended: Callable[[int], object] = lambda _: None,
-    ) -> None:
-        super().__init__(ended)
+    def __init__(self, connection: EngineConnection, prepare: Callable[[], list[EngineRequest]]) -> None:
+        super().__init__()
         self._connection = connection
         self._prepare = prepare
         self._queue: asyncio.Queue[_Queued] = asyncio.Queue()
@@ -347,9 +341,9 @@ class _StageSaves:
         found = []
         for stages in self._received.values():
             if len(stages) == self._stages:
-                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0].final), default=None)
+                step = min((each[-1][1][0].steps for each in stages.values() if not each[-1][0].final), default=None)
                 for each in stages.values():
-                    while step is not None and len(each) > 1 and _step(each[1]) <= step:
+                    while step is not None and len(each) > 1 and each[1][1][0].steps <= step:
                         del each[0]
                     found.append(each[0] if step is not None else each[-1])
         return found
@@ -358,10 +352,6 @@ class _StageSaves:
         header = message[0]
         stages = self._received.setdefault(sample_index(header.request, self._samples), {})
         stages.setdefault(header.stage, []).append(message)
-
-
-def _step(message: _StageMessage) -> int:
-    return message[1][0].steps
 
 
 # Results.
@@ -388,7 +378,9 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
         rows.end(counts)
     outcomes: list[Outcome] = []  # of a trace whose code did not run on the engine; they never hold `tracer.result`
     try:
-        _raise_if_refused(output)
+        for sample in output.outputs:
+            if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):  # a plan or trace was refused
+                raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
         captures: Any = Captured(output.request_id)
         if rows is not None and rows.trace_ending is not None:
             outcomes = [rows.outcome(*counts)]
@@ -403,13 +395,6 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
     if outcomes:
         result.outcomes = outcomes
         output.saves = sample_saves([[outcome] for outcome in outcomes])
-
-
-def _raise_if_refused(output: Any) -> None:
-    """Raise PlanError or NotFiniteError if the engine ended the request because of its plan or trace."""
-    for sample in output.outputs:
-        if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
-            raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
 
 
 def merge_stages(messages: Iterable[_StageMessage], samples: int) -> list[list[Outcome]]:
