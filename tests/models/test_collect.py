@@ -663,6 +663,7 @@ def test_an_interrupted_collection_on_transformers_ends_at_once_and_goes_on(
     check_the_rest(hf, tmp_path, len(store), plain, caplog)
 
 
+@pytest.mark.matrix  # tests/unit/test_cli.py kills one of two
 @pytest.mark.slow
 def test_a_killed_collection_on_transformers_goes_on(
     hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any
