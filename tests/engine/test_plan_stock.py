@@ -6,6 +6,7 @@ expected comes from plain transformers with torch hooks, and to the bit from the
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import re
@@ -35,6 +36,7 @@ from midstream import (
     RecordedRun,
     Span,
     Steer,
+    demo_model,
     open_captures,
 )
 from midstream.capture.directory import Store, StoredCapture
@@ -254,6 +256,30 @@ def test_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert "captured 16 rows of resid_post" in caplog.text
 
 
+def test_a_consumer_that_raises_is_loud_and_harms_no_other(
+    stock: Any, consumers: list[Collecting], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It raises for one of three requests, which also goes to a directory."""
+    prompts = [FRANCE, EIFFEL, ITALY]
+    before = submit(stock, prompts, [None] * 3)
+    to = (Consumer("failing", fail_at=8), tmp_path)
+    with caplog.at_level(logging.ERROR):
+        outputs = submit(stock, prompts, [Capture("resid_post", layers=2, positions="all", to=to)] * 3)
+        settle(stock)
+        until(lambda: bool(consumers) and len(consumers[0].ended) == 3)
+        found = stored(tmp_path, 3)
+        until(lambda: "disk full" in caplog.text)
+    assert [values(output) for output in outputs] == [values(output) for output in before]
+    (mine,) = consumers
+    failed = [name for name, error in mine.ended.items() if error is not None]
+    assert [mine.length[name] for name in failed] == [8] and "disk full" in str(mine.ended[failed[0]])
+    (line,) = [record.getMessage() for record in caplog.records if "disk full" in record.getMessage()]
+    assert "failing" in line and failed[0] in line  # says whose capture it was, and what failed
+    assert len(found) == 3 and not found.failed
+    (output,) = submit(stock, [EIFFEL], [None])  # and the engine goes on
+    assert output.outputs[0].finish_reason == "length"
+
+
 # ------------------------------------------------------------------------------------------------ whole engine (row D6)
 
 
@@ -416,3 +442,90 @@ def test_a_prompt_without_tokens_is_refused(stock: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ AsyncLLM
+
+
+async def finished(engine: Any, prompt: str, plan: Any, request_id: str, count: int = 6, **params: Any) -> Any:
+    """The last output of a request."""
+    from vllm import SamplingParams
+
+    extra = {"extra_args": {"midstream": plan}} if plan is not None else {}
+    given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": count, **params, **extra}
+    last = None
+    async for output in engine.generate(prompt, SamplingParams(**given), request_id):
+        last = output
+    return last
+
+
+async def abandoned(engine: Any, prompt: str, plan: Any, request_id: str, after: int) -> None:
+    """A request that its user leaves after so many tokens."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400, extra_args={"midstream": plan})
+    stream = engine.generate(prompt, params, request_id)
+    async for output in stream:
+        if len(output.outputs[0].token_ids) >= after:
+            break
+    await stream.aclose()
+
+
+def test_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Path) -> None:
+    """In processes of its own, as a server has it: plans of many kinds at once, one refused, one wrong, one abandoned on its way."""
+    from engines import ENGINE
+    from forked import forked
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from midstream.engine.launch import engine_arguments
+
+    v = vector()
+    capture = Capture("resid_post", layers=4, positions="all", to=tmp_path)
+
+    async def scenario() -> list[Any]:
+        arguments = AsyncEngineArgs(model=demo_model(), enforce_eager=True, **ENGINE, **engine_arguments())
+        with forked():
+            engine = AsyncLLM.from_engine_args(arguments)
+        try:
+            outputs = await asyncio.gather(
+                finished(engine, FRANCE, [Steer("resid_post", layers=3, vector=v), capture], "steered"),
+                finished(engine, FRANCE, None, "plain"),
+                finished(engine, EIFFEL, Steer("resid_post", layers=3, vector="nope"), "unknown"),
+                finished(engine, EIFFEL, Steer("resid_post", layers=33, vector=v), "refused"),
+                abandoned(engine, ITALY, capture, "abandoned", 10),
+                finished(engine, EIFFEL, capture, "captured", 40),
+                return_exceptions=True,
+            )
+            outputs.append(await finished(engine, ITALY, None, "after"))
+            for _ in range(100):
+                (gauges,) = await engine.collective_rpc("midstream_gauges")
+                left = {
+                    name: n
+                    for name, n in gauges.items()
+                    if n and not name.endswith(("_steps", "_growths", "_failures"))
+                }
+                if not left:
+                    break
+                await asyncio.sleep(0.05)
+            assert not left
+            return outputs
+        finally:
+            engine.shutdown()
+
+    steered, plainly, unknown, refused, left, captured, after = asyncio.run(scenario())
+    edits = {("resid_post", 3): lambda h: h + v}
+    assert tokens(steered) == plain.generate(FRANCE, 6, edits) != plain.generate(FRANCE, 6)
+    assert tokens(plainly) == plain.generate(FRANCE, 6)
+    assert unknown.outputs[0].finish_reason == "error" and "nope" in unknown.outputs[0].stop_reason
+    assert isinstance(refused, PlanError) and "33" in str(refused)
+    assert left is None
+    assert tokens(after) == plain.generate(ITALY, 6)
+    found = open_captures(tmp_path)  # the engine has ended: all is there
+    mine = of_prompt(found, plain.ids(FRANCE))
+    close(mine["resid_post", 4], plain.run(plain.ids(FRANCE) + tokens(steered)[:-1], edits).sites["resid_post", 4])
+    mine = of_prompt(found, plain.ids(EIFFEL))
+    close(mine["resid_post", 4], plain.run(plain.ids(EIFFEL) + tokens(captured)[:-1]).sites["resid_post", 4])
+    assert len(tokens(captured)) == 40 and mine.positions["resid_post", 4] == list(range(47))
+    partial = of_prompt(found, plain.ids(ITALY))  # what was computed until it was left
+    positions = partial.positions["resid_post", 4]
+    assert positions == list(range(len(positions))) and 5 + 9 <= len(positions) < 5 + 399
+    whole = plain.ids(ITALY) + plain.generate(ITALY, 12)
+    close(partial["resid_post", 4][:14], plain.run(whole[:14]).sites["resid_post", 4])
