@@ -137,6 +137,26 @@ def test_demo_steering_moves_paris(demo: subprocess.CompletedProcess[str]) -> No
         assert "' Rome" in steered
 
 
+def test_demo_patch_is_what_hooks_give(demo: subprocess.CompletedProcess[str], plain: Plain) -> None:
+    rows = [line.split() for line in section(demo, 5) if re.match(r" +\d ", line)]
+    assert [len(row) for row in rows] == [6] * 8
+    for layer, position in ((0, 3), (4, 3), (5, 3), (3, 4), (7, 4)):
+        kept: list[torch.Tensor] = []
+
+        def keep(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept) -> None:
+            kept.append((out[0] if isinstance(out, tuple) else out).clone())
+
+        def put(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept, position: int = position) -> Any:
+            changed = (out[0] if isinstance(out, tuple) else out).clone()
+            changed[0, position] = kept[0][0, position]
+            return (changed, *out[1:]) if isinstance(out, tuple) else changed
+
+        plain.logits(FRANCE, plain.layers[layer], keep)
+        logits = plain.logits(ITALY, plain.layers[layer], put)
+        expected = (logits[plain.paris] - logits[plain.rome]).item()
+        assert float(rows[layer][1 + position]) == pytest.approx(expected, abs=0.06)
+
+
 def planned_lines(demo: subprocess.CompletedProcess[str], start: str) -> list[str]:
     return [line.strip() for line in section(demo, 6) if line.strip().startswith(start)]
 
