@@ -107,7 +107,7 @@ def test_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
     tmp_path: Path, killed: str, flags: tuple[str, ...]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(tmp_path, *flags, stock=False))
+        server = stack.enter_context(serving(tmp_path, *flags, stock=False, is_forked=False))
         if killed == "EngineCore":
             stack.enter_context(half_sent(server))
         (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]
