@@ -1,12 +1,15 @@
-"""What a notebook shows. Those of `examples/` run from top to bottom, each in a kernel of its own, and show each figure once."""
+"""What a notebook shows. Those of `examples/` run from top to bottom, each without the names of the others, and show each figure once."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.ipynb"))
@@ -16,13 +19,24 @@ def test_there_are_six() -> None:
     assert len(NOTEBOOKS) == 6
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
+    """One kernel, which imports vLLM once."""
+    manager = KernelManager()
+    # An engine in the kernel's process starts in seconds.
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    manager.start_kernel(env=environment, cwd=str(tmp_path_factory.mktemp("notebooks")))
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine in the kernel's process starts in seconds
+def test_a_notebook_runs_to_its_end(path: Path, kernel: KernelManager) -> None:
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # they are kept without outputs
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))  # of the names of other notebooks
+    NotebookClient(notebook, km=kernel, timeout=300).execute()
     for cell in notebook.cells:
         shown = [output for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
         assert len(shown) == len(re.findall(r"plot\w*\(", cell.source)), cell.source
@@ -39,9 +53,9 @@ CELLS = [
 
 
 @pytest.mark.slow
-def test_a_kernel_shows_times_bars_and_figures() -> None:
+def test_a_kernel_shows_times_bars_and_figures(kernel: KernelManager) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(notebook, timeout=300).execute()
+    NotebookClient(notebook, km=kernel, timeout=300).execute()
     _, timed, swept, generated, drawn = (cell.outputs for cell in notebook.cells)
     said = "".join(output.get("text", "") for output in timed)
     assert "[5, 256]" in said and "Wall time" in said

@@ -45,9 +45,9 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture(
     scope="module",
     params=[
-        ("llama", "eager"),
         ("gemma2", "eager"),
         ("gemma2_transformers", "eager"),  # transformers' modules, and vLLM's attention
+        pytest.param(("llama", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gemma2", "compiled"), marks=pytest.mark.matrix),
         pytest.param(("qwen3", "eager"), marks=pytest.mark.matrix),
         pytest.param(("gpt2", "eager"), marks=pytest.mark.matrix),

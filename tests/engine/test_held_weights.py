@@ -120,16 +120,6 @@ def test_an_sae_too_large_for_the_engine_is_refused(engine: VLLM, monkeypatch: p
         engine.generate(FRANCE, plan=plan, max_tokens=1)
 
 
-def test_a_body_behind_the_step_uses_them(engine: VLLM, plain: Plain, sae: SAE) -> None:
-    W = sae.W_enc.detach().clone()
-    before = sent_bytes(engine)
-    for _ in range(2):
-        with engine.trace(FRANCE):
-            found = (engine.layers_output[LAYER] @ W).save()
-        close(found, plain.run(FRANCE).sites["resid_post", LAYER] @ W)
-    assert sent_bytes(engine) - before in (0, W.nbytes)
-
-
 def test_a_change_on_the_client_is_used(engine: VLLM, plain: Plain, sae: SAE) -> None:
     decoded(engine, sae)
     with torch.no_grad():

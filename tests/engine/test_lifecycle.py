@@ -237,6 +237,7 @@ def test_memory_is_flat_over_500_requests(engine: VLLM) -> None:
     assert receiver.open_mailboxes == 0 and receiver.dropped == before
 
 
+@pytest.mark.matrix
 @pytest.mark.engine
 def test_one_save_kept_of_every_trace_is_seen_as_a_leak(engine: VLLM) -> None:
     """Else the test above would prove nothing."""

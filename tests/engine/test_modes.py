@@ -43,6 +43,7 @@ def test_plans_and_traces_equal_transformers_or_are_refused(checks: Any) -> None
     assert not alive(checks.model)
 
 
+@pytest.mark.matrix
 def test_a_steer_that_reaches_no_row_is_seen(checks: Any) -> None:
     """The checks can fail: the same outputs beside an oracle without the edit."""
     plans = [[checks.late, *checks.capture]] * mode_checks.COUNT

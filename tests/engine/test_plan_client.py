@@ -384,21 +384,6 @@ def test_async_a_probe_ends_a_request_and_delays_no_other(model: VLLM, drive: Dr
     drive(main())
 
 
-@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
-@pytest.mark.parametrize("n", [1, 2])
-def test_async_every_way_of_streaming_counts_tokens_right(model: VLLM, drive: Drive, kind: str, n: int) -> None:
-    from vllm.sampling_params import RequestOutputKind
-
-    async def main() -> None:
-        params = {"output_kind": RequestOutputKind[kind], "n": n, "temperature": 1.0, "seed": 3, "ignore_eos": True}
-        (output,) = await model.generate(FRANCE, plan=everything(), max_tokens=7, **params)
-        each = [output.captures] if n == 1 else output.captures
-        assert len(each) == n
-        assert all(captures.positions["resid_post", 3] == list(range(5 + 6)) for captures in each)
-
-    drive(main())
-
-
 async def runs_of(model: VLLM) -> dict[str, int]:
     """name -> leases, the least recently used first."""
     return {info.name: info.leases for info in await model.runs.listing()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import re
 import threading
@@ -22,7 +21,6 @@ from typing import Any
 import plan_cases
 import pytest
 import torch
-from attended import Attended
 from here import settle, start_stock, submit, values
 from limits import until
 from oracle import Plain, close
@@ -32,7 +30,6 @@ from midstream import (
     Capture,
     Clamp,
     Consumer,
-    Knockout,
     Patch,
     Plan,
     Probe,
@@ -182,41 +179,6 @@ def test_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> Non
     other = of_prompt(found, plain.ids(EIFFEL))
     assert list(other) == [("attn_z", 4)]
     close(other["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4].flatten(1)[[0, 7]])
-
-
-def test_heads_are_edited_and_captured_by_the_workers(stock: Any, plain: Plain, tmp_path: Path) -> None:
-    """N4. What the workers refuse is the stop reason, and the others go on."""
-    v = plan_cases.vector(1, 8.0, 64)
-    steer = Steer("attn_z", layers=4, head=3, vector=v)
-    to: dict[str, Any] = {"layers": 4, "positions": "all_prompt", "to": tmp_path}
-    plans = [
-        [steer, Capture("attn_z", head=[3, 1], when="after", **to)],
-        Steer("attn_z", layers=4, head=4, vector=v),
-        [Capture("attn_z", head=1, **to), Capture("attn_z", head=2, **to)],
-        Capture("attn_z", head=0, **to),
-    ]
-    outputs = submit(stock, [FRANCE, FRANCE, FRANCE, EIFFEL], plans)
-    found = stored(tmp_path, 2)
-
-    def steered(h: torch.Tensor) -> torch.Tensor:
-        return torch.cat([h[:, :192], h[:, 192:] + v], 1)
-
-    edits = {("attn_z", 4): steered}
-    assert tokens(outputs[0]) == plain.generate(FRANCE, 6, edits)
-    sites = plain.run(FRANCE, edits).sites
-    close(of_prompt(found, plain.ids(FRANCE))["attn_z", 4], sites["attn_z", 4][:, [3, 1]])
-    close(of_prompt(found, plain.ids(EIFFEL))["attn_z", 4], plain.run(EIFFEL).sites["attn_z", 4][:, 0])
-    reasons = [output.outputs[0].stop_reason for output in outputs[1:3]]
-    assert "Steer.head is 4; allowed: 0 to 3" in reasons[0] and "the heads 1 and 2" in reasons[1]
-
-
-def test_edges_are_knocked_out(stock: Any, plain: Plain) -> None:
-    """N2, against plain transformers with another mask."""
-    ids, steps = plain.ids(FRANCE), 6
-    edges = list(itertools.product(range(8), range(4), [len(ids) - 1], [3]))
-    expected = Attended(demo_model()).generate(ids, steps, cut=edges).argmax(-1).tolist()
-    knocked, clean = submit(stock, [FRANCE, FRANCE], [Knockout(queries=-1, keys=[3]), None])
-    assert tokens(knocked) == expected != tokens(clean)
 
 
 class Entry:
@@ -513,7 +475,6 @@ def test_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_path: Pa
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from midstream import demo_model
     from midstream.engine.launch import engine_arguments
 
     v = vector()

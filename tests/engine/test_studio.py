@@ -234,7 +234,12 @@ def value_of(label: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "metric, direction", [("logit_diff", "denoising"), ("logprob", "noising"), ("recovered", "denoising")]
+    "metric, direction",
+    [
+        ("logit_diff", "denoising"),
+        pytest.param("logprob", "noising", marks=pytest.mark.matrix),
+        pytest.param("recovered", "denoising", marks=pytest.mark.matrix),
+    ],
 )
 def test_a_sweep_from_the_empty_form_fills_the_heatmap(page: Page, server: Server, metric: str, direction: str) -> None:
     assert not page["clean"].get_attribute("value") and not page.all("[role=grid]")
@@ -486,7 +491,10 @@ def assert_shows(page: Page, values_by_site: dict[str, Any]) -> None:
             assert value_of(label) == pytest.approx(value, abs=2e-3)
 
 
-@pytest.mark.parametrize("metric, direction", [("logit_diff", "denoising"), ("recovered", "noising")])
+@pytest.mark.parametrize(
+    "metric, direction",
+    [pytest.param("logit_diff", "denoising", marks=pytest.mark.matrix), ("recovered", "noising")],
+)
 def test_a_sweep_over_several_pairs_agrees_with_the_python_client(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, direction: str
 ) -> None:
@@ -1106,7 +1114,7 @@ def holding_streams(page: Page) -> Iterator[Callable[[int], Any]]:
         page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-@pytest.mark.parametrize("mode", ["completion", "chat"])
+@pytest.mark.parametrize("mode", ["completion", pytest.param("chat", marks=pytest.mark.matrix)])
 def test_tokens_are_coloured_while_they_stream(page: Page, strip: Strip, vectors: Path, mode: str) -> None:
     with holding_streams(page) as allow:
         strip.open(vectors, mode)

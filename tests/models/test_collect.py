@@ -18,6 +18,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ import pytest
 import torch
 from capture_tools import stored
 from collect_script import GENERATED, PARAMS, plan, prompts
+from forked import Program
 from oracle import Plain, close
 from plan_cases import GREEDY
 from transformers import AddedToken
@@ -522,29 +524,12 @@ def test_a_line_that_is_no_object_is_passed_over(tmp_path: Path, caplog: Any) ->
 
 
 LONG_AGO = 2.0  # seconds: more than ended requests wait for each other, and a flush takes
-# Requests of `collect` wait for each other for ten seconds while others run. Here they wait as others do, so that the test is short.
-SCRIPT = """
-import sys
-from pathlib import Path
-import collect_script
-from midstream.capture import consumers
-consumers.COLLECT_LINGER = consumers.LINGER
-collect_script.main(sys.argv[1], Path(sys.argv[2]))
-"""
 
 
 @contextmanager
-def running(mode: str, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(mode: str, directory: Path) -> Iterator[Program]:
     """A collection in a process of its own, of which 40 requests have ended long ago. The block's end kills all its processes."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with (directory / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, mode, str(directory)],
-            start_new_session=True,
-            stdout=errors,
-            stderr=errors,
-            env=environment,
-        )
+    process = Program(partial(collect_script.main, mode, directory), ["collect"], directory / "errors", {})
     try:
         deadline = time.monotonic() + 300
         while len(ended_before(directory, time.time() - LONG_AGO)) < 40:
@@ -663,6 +648,7 @@ def test_an_interrupted_collection_on_transformers_ends_at_once_and_goes_on(
     check_the_rest(hf, tmp_path, len(store), plain, caplog)
 
 
+@pytest.mark.matrix  # tests/unit/test_cli.py kills one of two
 @pytest.mark.slow
 def test_a_killed_collection_on_transformers_goes_on(
     hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any

@@ -170,15 +170,6 @@ def test_samples_are_read_and_written(model, plain, form):
     assert others == token_ids(tracer.outputs[0]) == plain.generate(EIFFEL, 6)
 
 
-def test_a_cache_over_several_steps_is_a_list_a_module(model, plain):
-    with model.trace(PARIS, max_tokens=3, temperature=0.0) as tracer:
-        cache = tracer.cache(modules=["model.layers.4.mlp"])
-    outputs = cache.model.layers[4].mlp.output
-    ids = plain.ids(PARIS) + plain.generate(PARIS, 3)[:-1]
-    assert len(outputs) == 3
-    close(torch.cat([o.reshape(-1, 256) for o in outputs]), plain.run(ids).sites["mlp_out", 4])
-
-
 def test_tracer_result_is_the_output_also_inside_the_body(model, plain):
     with model.trace(PARIS, max_tokens=3, temperature=0.0) as tracer:
         out = tracer.result.save()

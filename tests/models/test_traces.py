@@ -69,14 +69,6 @@ def test_accessors_are_read_layer_by_layer_also_by_slices(model, plain):
             model.layers_output[2:4] = 0
 
 
-def test_inputs_are_hidden_states_and_never_positions(model):
-    with model.trace(EIFFEL, temperature=0.0):
-        into_layer = model.layers_input[1].save()
-        into_attention = model.attentions_input[1].save()
-    for value in (into_layer, into_attention):
-        assert value.dtype == torch.float32 and value.shape == (8, 256)
-
-
 def test_a_layers_output_is_the_next_ones_input_bit_for_bit(model):
     with model.trace(MARY, temperature=0.0):
         outputs, inputs = list().save(), list().save()

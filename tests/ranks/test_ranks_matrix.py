@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Saves, errors, plans and tensor-parallel ranks have tests of their own, in test_pipeline.py, test_tensor_parallel.py and
-# test_plans_ranks.py.
+# Generations, saves, errors, plans and tensor-parallel ranks have tests of their own, in test_pipeline.py, test_tensor_parallel.py
+# and test_plans_ranks.py.
 CASES = [(sizes, suite) for sizes in ranks.SIZES for suite in ranks.SUITES]
-ALWAYS = [("pp2", "shared engine")]
+ALWAYS = [("pp2", "traces")]
 
 
 @pytest.mark.parametrize(

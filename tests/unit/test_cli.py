@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -268,9 +267,8 @@ def test_processes_share_a_directory_and_go_on_after_a_kill(installed: Any, tmp_
 
     def start(shard: int) -> subprocess.Popen[str]:
         arguments = collect(file, to, *CAPTURE, "--positions", "all_prompt", "--shard", f"{shard}/2")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([str(PROGRAM), *arguments], env=environment, text=True, **pipes)  # type: ignore[no-any-return, call-overload]
+        return subprocess.Popen([str(PROGRAM), *arguments], text=True, **pipes)  # type: ignore[no-any-return, call-overload]
 
     def listed(process: subprocess.Popen[str]) -> int:
         return sum(path.read_bytes().count(b"\n") - 1 for path in to.glob(f"index-*-{process.pid}-*.jsonl"))
