@@ -173,7 +173,7 @@ class Subsample(Selector):
 
 @dataclass(frozen=True)
 class GeneratedTokens(Selector):
-    """GeneratedTokens tokens by their numbers: `Capture("resid_post", layers=14, positions=GeneratedTokens([0, 5]))`.
+    """Generated tokens by their numbers: `Capture("resid_post", layers=14, positions=GeneratedTokens([0, 5]))`.
 
     The token of number n is at position P + n after a prompt of P tokens.
 
