@@ -235,7 +235,7 @@ def test_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain) -
     assert steps == [1, 0]  # behind the step
     tokens, steps = counted_steps(writes)
     assert tokens == [expected.logits[-1].argmax().item()] and steps == [0, 0]  # a plan
-    with mock.patch.object(remote, "token_ids", lambda *_: [0] * 3):  # a tokenizer that differs from the server's
+    with mock.patch.object(described, "token_ids", lambda *_: [0] * 3):  # a tokenizer that differs from the server's
         late, steps = counted_steps(reads)
     close(late, expected.sites["resid_post", 5])
     assert steps == [1, 1]
