@@ -183,8 +183,12 @@ TABLES = {
                 "row": "every token written by vLLM's extract_hidden_states, 4 of 32 layers"
             },
         },
-        {"speed, of stock": OF_STOCK, "captured, GB/s": {"unit": "GB/s"}},
-        {"subject": "plans", "hardware": H200, "load": "prompts, async, 256 requests", **LARGE, **V2},
+        {
+            "256 prompts: speed, of stock": {**OF_STOCK, "load": "prompts, async, 256 requests"},
+            "captured, GB/s": {"unit": "GB/s", "load": "prompts, async, 256 requests"},
+            "1,024 prompts: speed, of stock": {**OF_STOCK, "load": "prompts, async, 1024 requests"},
+        },
+        {"subject": "plans", "hardware": H200, **LARGE, **V2},
     ),
     "captures": Table(
         "seconds",
@@ -227,7 +231,11 @@ TABLES = {
             "TransformerLens 4.3.0, batches of 256 cells": {"row": "TransformerLens, 256 cells in a batch"},
             "TransformerLens 4.3.0, cell by cell": {"row": "TransformerLens, cell by cell"},
         },
-        {"H100, Llama-3.1-8B shape, V2": LARGE, "two CPU cores, bundled model": {"shape": "bundled"}},
+        {
+            "H100, Llama-3.1-8B shape, V2, vLLM 0.26": {**LARGE, "hardware": H100},
+            "H200, the same, vLLM 0.33": {**LARGE, "hardware": H200},
+            "two CPU cores, bundled model": {"shape": "bundled"},
+        },
         {"subject": "sweeps", "measure": "speed", "unit": "cells/s"},
     ),
     "neighbours": Table(

@@ -211,13 +211,21 @@ SETTINGS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "logprobs": 
 
 
 def check_logprobs(output: Any, expected: torch.Tensor) -> None:
-    """The sampled tokens and their log-probabilities are those of these logits, `[steps, vocab]`."""
+    """The log-probabilities are those of these logits, `[steps, vocab]`, and each sampled token is a likeliest one."""
     (completion,) = output.outputs
-    assert list(completion.token_ids) == expected.argmax(-1).tolist()
+    tokens, limit = torch.tensor(completion.token_ids), 1e-3 * float(expected.abs().max())
+    assert len(tokens) == len(expected)
+    assert float((expected.amax(-1) - expected[torch.arange(len(tokens)), tokens]).max()) < limit
     logprobs = expected.log_softmax(-1)
     for step, found in enumerate(completion.logprobs):
         for token, entry in found.items():
-            assert abs(entry.logprob - float(logprobs[step, token])) < 1e-3 * float(expected.abs().max())
+            assert abs(entry.logprob - float(logprobs[step, token])) < limit
+
+
+def check_long(output: Any, oracle: Attended, ids: list[int], cut: list[Edge]) -> None:
+    """The same after the tokens that the engine has chosen: of many, two may be equally likely up to rounding."""
+    tokens = output.outputs[0].token_ids
+    check_logprobs(output, oracle.generate(ids, len(tokens), cut=cut, tokens=tokens))
 
 
 def test_knockouts_are_another_mask(both: tuple[VLLM, Attended]) -> None:
@@ -303,7 +311,7 @@ def test_generated_blocks_after_a_knockout_are_never_shared(both: tuple[VLLM, At
         return [edge for edge in edges([0, 1], range(4), generated, generated) if edge[2] != edge[3]]
 
     (output,) = model.generate(ids, plan=plan, max_tokens=steps, **SETTINGS)
-    check_logprobs(output, oracle.generate(ids, steps, cut=cut(len(ids), len(ids) + steps)))
+    check_long(output, oracle, ids, cut(len(ids), len(ids) + steps))
     longer = [*ids, *output.outputs[0].token_ids]
     (shared,) = model.generate(ids, max_tokens=1, **SETTINGS)
     assert shared.num_cached_tokens > 0, "the blocks of the prompt, which no edge reaches"
@@ -359,7 +367,8 @@ def test_knockouts_of_split_and_preempted_prompts(both: tuple[VLLM, Attended]) -
     if getattr(oracle.module.config, "sliding_window", None) is None:  # with windows, vLLM begins fewer at once
         assert preemptions() > before
     for (_, cut), output in zip(cases, outputs, strict=True):
-        check_logprobs(output, oracle.generate(ids, steps, cut=cut))
+        assert len(output.outputs[0].token_ids) == steps
+        check_long(output, oracle, ids, cut)
     gauges = model.gauges()
     assert not any(worker["knockouts"] for worker in gauges) or not alive(model)
 

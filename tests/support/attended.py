@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -58,14 +58,22 @@ class Attended:
         return seen, output
 
     def generate(
-        self, ids: list[int], steps: int, change: Change = lambda _, *qkv: qkv, cut: Iterable[Edge] = ()
+        self,
+        ids: list[int],
+        steps: int,
+        change: Change = lambda _, *qkv: qkv,
+        cut: Iterable[Edge] = (),
+        tokens: Sequence[int] = (),
     ) -> torch.Tensor:
-        """The logits of greedy steps, each a forward of all tokens, `[steps, vocab]`. Edges of later queries may stand in `cut`."""
+        """The logits of steps, each a forward of all tokens, `[steps, vocab]`. Edges of later queries may stand in `cut`.
+
+        The steps choose `tokens`, and the likeliest token after them.
+        """
         ids, logits, table_E4 = list(ids), [], np.array([*cut], np.int64).reshape(-1, 4)
-        for _ in range(steps):
+        for step in range(steps):
             there = (table_E4[:, 2] < len(ids)) & (table_E4[:, 3] <= table_E4[:, 2])
             logits.append(self.run(ids, change, table_E4[there])[1].logits[0, -1])
-            ids.append(int(logits[-1].argmax()))
+            ids.append(tokens[step] if step < len(tokens) else int(logits[-1].argmax()))
         return torch.stack(logits)
 
 
