@@ -7,6 +7,7 @@ an engine is all can do without.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -82,7 +83,10 @@ def _run_program(run: Callable[[], object], argv: list[str], output: str, enviro
     os.dup2(log, 2)
     os.environ.update(environment)
     sys.argv = argv
-    run()
+    try:
+        run()
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a program; processes of multiprocessing leave them out
 
 
 @contextlib.contextmanager
