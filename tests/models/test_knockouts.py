@@ -1,14 +1,16 @@
 """Edges of attention knocked out (row N2) on transformers, against plain transformers with another attention mask.
 
-`tests/engine/test_knockouts_engine.py` has vLLM.
+`tests/engine/test_attention_engine.py` has vLLM.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -17,8 +19,9 @@ from toy_selector import Every
 
 from midstream import Capture, Clamp, GeneratedTokens, Knockout, LanguageModel, Patch, Plan, Probe, Span, Steer, When
 from midstream.arch import heads
-from midstream.errors import PlanError, TraceError
+from midstream.errors import CaptureError, PlanError, TraceError
 from midstream.plan.ops.knockout import Knockouts
+from midstream.plan.selections import Selector
 from midstream.plan.values import ModelFacts, check
 
 # Longer than the sliding windows of 16 tokens.
@@ -111,6 +114,26 @@ def test_generated_tokens_as_keys(both: tuple[LanguageModel, Attended]) -> None:
             expected = oracle.generate(tokens_of(prompt), steps, cut=cut)
             assert (expected - plain).abs().max() > 1e-2 * plain.abs().max()
             close(logits, expected, 1e-4)
+
+
+@dataclass(frozen=True)
+class InTable(Selector):
+    """The first generated token. Like a table, it has no answer for the eleventh."""
+
+    kind = "in_table"
+
+    def of_generated(self, numbers: np.ndarray) -> np.ndarray:
+        return np.arange(10)[numbers] == 0
+
+
+def test_a_selector_that_knows_no_later_tokens(llama: tuple[LanguageModel, Attended]) -> None:
+    """Selectors are asked ahead; an error there is none of the request."""
+    model, _ = llama
+    plans = [Knockout(keys=keys, keep_self=True) for keys in (InTable(), GeneratedTokens(0))]
+    same = logits_of(model, ["The water is cold"] * 2, plans, 4)
+    close(*same, 1e-6)
+    with pytest.raises(CaptureError, match="out of bounds"):
+        logits_of(model, ["The water is cold"], plans[:1], 14)
 
 
 def test_random_knockouts(both: tuple[LanguageModel, Attended]) -> None:

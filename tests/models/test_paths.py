@@ -392,7 +392,8 @@ def test_a_layer_without_heads_cannot_be_frozen(hf, monkeypatch):
 EDGES_REFUSED = {
     "lengths": ((CLEAN, "The capital of the country Italy is", " Paris", " Rome"), {}, PromptError, "the same number of tokens"),
     "pairs": (([CLEAN, CLEAN], CORRUPT, " Paris", " Rome"), {}, PromptError, "corrupt has 1 prompts, and clean has 2"),
-    "no corrupt prompt": ((CLEAN, None, " Paris", " Rome"), {}, PromptError, "corrupt is None"),
+    "no corrupt prompt": ((CLEAN, None, " Paris", " Rome"), {}, PromptError, "corrupt is None. Give a prompt"),
+    "no clean prompt": ((None, CORRUPT, " Paris", " Rome"), {}, PromptError, "clean is None. Give a prompt"),
     "no foil": (PAIR[:3], {}, PromptError, "foil is None"),
     "the same": ((*PAIR[:3], " Paris"), {}, PromptError, "the same token as the answer"),
     "a metric": (PAIR, {"metric": "recovered"}, ParameterError, "metric is 'recovered'. Allowed: 'logit_diff', 'logprob'"),

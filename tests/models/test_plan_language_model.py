@@ -307,6 +307,7 @@ def test_a_run_has_the_models_own_plan_on(small: LanguageModel, plain: Plain) ->
     ("options", "message"),
     [
         ({"sites": []}, "sites is empty"),
+        ({"sites": iter([])}, "sites is empty"),
         ({"sites": ["resid_posts"]}, "Capture.site"),
         ({"sites": "resid_post", "layers": [8]}, "0 to 7"),
         ({"sites": "resid_post", "positions": "all"}, "'all_prompt', 'last_prompt'"),

@@ -175,7 +175,7 @@ class Subsample(Selector):
 class GeneratedTokens(Selector):
     """Generated tokens by their numbers: `Capture("resid_post", layers=14, positions=GeneratedTokens([0, 5]))`.
 
-    The token of number n is at position P + n after a prompt of P tokens.
+    After a prompt of P tokens, generated token n is at position P + n.
 
     Args:
         numbers: one or several, counted from 0.

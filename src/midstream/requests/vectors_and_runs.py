@@ -143,9 +143,10 @@ class RunRequest(NamedTuple):
         if is_word or (isinstance(given, Selector) and given.selects_generated):
             allowed = "'all_prompt', 'last_prompt', positions of the prompt, a Span, or a Selector of these"
             raise PlanError(f"record: positions is {given!r}. Allowed: {allowed}.", field="positions")
-        if not self.sites:
+        sites = [self.sites] if isinstance(self.sites, str) else list(self.sites)
+        if not any(sites):
             raise PlanError("record: sites is empty. Allowed: one site or several.", field="sites")
-        return [self.sites] if isinstance(self.sites, str) else list(self.sites)
+        return sites
 
 
 class RunInfo(NamedTuple):

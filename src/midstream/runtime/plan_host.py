@@ -221,7 +221,7 @@ class PlanHost:
         return uncompiled
 
     def _select_keys(self, name: str, knockouts: Knockouts, stop: int) -> None:
-        """Find the keys of the coming step. A request whose selector fails ends, and keeps its edges until then."""
+        """Find the keys of the coming step. If a selector fails, the request ends; until then its attention is not cut."""
         try:
             knockouts.select(stop)
         except CaptureError as error:

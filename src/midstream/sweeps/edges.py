@@ -101,6 +101,9 @@ def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any
     """See `TraceModel.edge_attribution`."""
     one_of("metric", metric, EDGE_METRICS)
     _check_model(model)
+    for name, given in (("clean", clean), ("corrupt", corrupt)):
+        if given is None:
+            raise PromptError(f"{name} is None. Give a prompt, or a list of prompts.", field=name)
     asked = SweepRequest(clean, corrupt, answer, foil, metric=metric)
     pairs = _pairs(model, asked)
     foils = asked.foil if metric == "logit_diff" else [None] * len(pairs)

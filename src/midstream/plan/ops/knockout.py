@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from midstream.errors import CaptureError
 from midstream.plan import fields
 from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, changed, register
@@ -37,7 +38,7 @@ class Knockout(Edit):
         head: only this query head or these, counted from 0. None means all.
         phase: with `queries=None`: all tokens (`"both"`), those of the prompt (`"prefill"`), or generated ones (`"decode"`). With
             `queries`, `"decode"` means that they count generated tokens.
-        keep_self: whether a token that is both query and key goes on attending to itself.
+        keep_self: if true, a token that is both a query and a key still attends to itself.
 
     Raises:
         PlanError: the value of a field is not allowed.
@@ -70,7 +71,7 @@ class Knockout(Edit):
         return selector_of(self.keys).selects_generated
 
     def range_in(self, prompt_length: int) -> tuple[int, int]:
-        """The positions of its queries, for an edit in normal form, from the first one that may attend to a key."""
+        """The range of its queries, without those before the first position that can be a key. For an edit in normal form."""
         start, stop = super().range_in(prompt_length)
         first = self.keys[0] if isinstance(self.keys, tuple) else _first_key(self.keys, prompt_length)
         return max(start, first), stop
@@ -93,13 +94,13 @@ class Knockout(Edit):
 
 @functools.lru_cache(256)
 def _first_key(keys: Any, prompt_length: int) -> int:
-    """A position that no selected key comes before."""
+    """The first position that can be a key."""
     in_prompt = Selection.of(keys, prompt_length).prompt
     return int(in_prompt[0]) if in_prompt.size else prompt_length
 
 
 class _Keys:
-    """Which positions are keys. The selectors of generated tokens are asked once about each position, or twice."""
+    """Which positions are keys. Selectors are asked ahead, so that few steps ask."""
 
     def __init__(self, keys: Any, prompt_length: int) -> None:
         self._selection = Selection.of(keys, prompt_length)
@@ -108,7 +109,10 @@ class _Keys:
     def below(self, stop: int) -> np.ndarray:
         """bool `[stop]`. Raises CaptureError for a selector that fails."""
         if stop > len(self._are_keys):
-            self._are_keys = self._selection.mask(np.arange(max(2 * stop, 256)))
+            try:
+                self._are_keys = self._selection.mask(np.arange(max(2 * stop, 256)))
+            except CaptureError:  # perhaps it knows no positions so far ahead
+                self._are_keys = self._selection.mask(np.arange(stop))
         return self._are_keys[:stop]
 
 
