@@ -392,9 +392,13 @@ def the_first_projected_out(h):
     return h
 
 
-LINEAR = (halved, twice_and_a_vector, replaced, replaced_by_a_vector, each_token_and_a_number, each_token_replaced)
 LINEAR = (
-    *LINEAR,
+    halved,
+    twice_and_a_vector,
+    replaced,
+    replaced_by_a_vector,
+    each_token_and_a_number,
+    each_token_replaced,
     projected_out,
     the_first_projected_out,
     projected_out_by_a_sum,

@@ -374,3 +374,20 @@ def _chosen(
         given = fields.shown(found)
         raise error(f"{selector!r}: {choose.__name__} returned {given}; allowed: bool {list(positions.shape)}.")
     return found
+
+
+class MaskAhead:
+    """The mask of a selection from position 0 on. Its selectors are asked ahead, so that few steps ask."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._mask = np.zeros(0, bool)
+
+    def below(self, stop: int) -> np.ndarray:
+        """bool `[stop]`. Raises CaptureError for a selector that fails."""
+        if stop > len(self._mask):
+            try:
+                self._mask = self._selection.mask(np.arange(max(2 * stop, 256)))
+            except CaptureError:  # perhaps it knows no positions so far ahead
+                self._mask = self._selection.mask(np.arange(stop))
+        return self._mask[:stop]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from midstream.errors import CaptureError
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import Intervention, point_of
 from midstream.plan.ops.knockout import Knockouts
-from midstream.plan.selections import NO_POSITIONS, Selection
+from midstream.plan.selections import NO_POSITIONS, MaskAhead, Selection
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import ProgramAt, programs_at
@@ -78,7 +78,6 @@ class LoadedPlan:
     users: int = 0
     key: Any = None
     # What `selects` returns for the first numbers.
-    _selected: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
@@ -114,14 +113,15 @@ class LoadedPlan:
 
     def selects(self, number: int) -> bool:
         """Whether `chosen` has the generated token of this number. A selector that fails selects it: then the client raises."""
+        try:
+            return bool(self._ahead.below(number + 1)[number])
+        except CaptureError:
+            return True
+
+    @cached_property
+    def _ahead(self) -> MaskAhead:
         assert self.chosen is not None
-        if number >= len(self._selected):
-            numbers = np.arange(max(2 * number, 256))
-            try:
-                self._selected = self.chosen.mask(numbers)
-            except CaptureError:
-                self._selected = np.ones(numbers.size, bool)
-        return bool(self._selected[number])
+        return MaskAhead(self.chosen)
 
     @cached_property
     def captures_generated(self) -> int | None:

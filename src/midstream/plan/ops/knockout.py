@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from midstream.errors import CaptureError
 from midstream.plan import fields
 from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, changed, register
-from midstream.plan.selections import Selection, checked, selector_of
+from midstream.plan.selections import MaskAhead, Selection, checked, selector_of
 
 
 @register
@@ -99,23 +98,6 @@ def _first_key(keys: Any, prompt_length: int) -> int:
     return int(in_prompt[0]) if in_prompt.size else prompt_length
 
 
-class _Keys:
-    """Which positions are keys. Selectors are asked ahead, so that few steps ask."""
-
-    def __init__(self, keys: Any, prompt_length: int) -> None:
-        self._selection = Selection.of(keys, prompt_length)
-        self._are_keys = np.zeros(0, bool)
-
-    def below(self, stop: int) -> np.ndarray:
-        """bool `[stop]`. Raises CaptureError for a selector that fails."""
-        if stop > len(self._are_keys):
-            try:
-                self._are_keys = self._selection.mask(np.arange(max(2 * stop, 256)))
-            except CaptureError:  # perhaps it knows no positions so far ahead
-                self._are_keys = self._selection.mask(np.arange(stop))
-        return self._are_keys[:stop]
-
-
 @dataclass(frozen=True)
 class _Edges:
     """Edges from each query to each key, at one layer.
@@ -128,7 +110,7 @@ class _Edges:
 
     heads: np.ndarray | None
     ranges: np.ndarray
-    keys: _Keys
+    keys: MaskAhead
     keep_self: bool
 
 
@@ -148,7 +130,7 @@ class Knockouts:
         for edit in edits:
             group = edit.layers[0], edit.head, edit.keys, edit.keep_self
             found.setdefault(group, []).append(edit.range_in(prompt_length))
-        self._keys = {keys: _Keys(keys, prompt_length) for _, _, keys, _ in found}
+        self._keys = {keys: MaskAhead(Selection.of(keys, prompt_length)) for _, _, keys, _ in found}
         self._edges: dict[int, list[_Edges]] = {}
         for (layer, heads, keys, keep_self), ranges in found.items():
             of = None if heads is None else np.array(heads)
