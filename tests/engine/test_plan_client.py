@@ -34,6 +34,7 @@ from plan_cases import (
 from test_async import left
 
 from midstream import Capture, Patch, Plan, Probe, Span, Steer, open_captures
+from midstream.capture.consumers import LINGER
 from midstream.errors import (
     CaptureError,
     EngineClosedError,
@@ -225,9 +226,10 @@ def test_requests_that_end_together_share_a_file(engine: VLLM, tmp_path: Path) -
     begun = time.monotonic()
     plan = Capture("resid_post", positions="all_prompt", to=tmp_path)
     outputs = engine.generate([FRANCE] * 100, plan=plan, max_tokens=1)
-    assert time.monotonic() - begun < 10
+    seconds = time.monotonic() - begun
+    assert seconds < 10
     assert len(open_captures(tmp_path)) == len(outputs) == 100
-    assert len(list(tmp_path.glob("*.safetensors"))) <= 5
+    assert len(list(tmp_path.glob("*.safetensors"))) <= 2 + seconds / LINGER
 
 
 @pytest.mark.parametrize("where", ["sink", "output"])
