@@ -98,13 +98,13 @@ class BarrierError(TraceError):
 
 
 class PromptError(MidstreamError, ValueError):
-    """A prompt that cannot be traced: empty, or longer than one step may be."""
+    """A prompt that the model cannot take, such as an empty or too long one; or an answer that is not one token."""
 
     field = "prompt"
 
 
 class ParameterError(MidstreamError, ValueError):
-    """A sampling parameter that the backend lacks, or a value that the parameter does not take."""
+    """An argument or a sampling parameter that does not exist, or a value that it does not take."""
 
 
 class PlanError(MidstreamError, ValueError):

@@ -30,11 +30,11 @@ class Example(NamedTuple):
     """A context in which a feature is active.
 
     Attributes:
-        activation: the highest of the context's request.
+        activation: the feature's highest activation in the request from which the context comes.
         request: its name in the directory.
         position: of the token with this activation.
         token_ids: of the context's tokens.
-        activations: float32 `[tokens]`, the feature's, one for each.
+        activations: float32 `[tokens]`, the feature's activation at each token of the context.
         peak: which of the tokens has `activation`.
     """
 
@@ -139,13 +139,13 @@ def max_activating(
     Args:
         store: has rows of the SAE's site and layer, of prompts: `model.collect(prompts, plan=Capture(..., positions="all_prompt"))`.
         features: which ones; None for all.
-        top: contexts of each feature, of different requests. A feature that is active in fewer has fewer.
+        top: how many contexts to find for each feature, each from another request. A feature that is active in fewer requests has fewer.
         before, after: captured tokens of a context around the one with the highest activation.
         device: where to compute.
 
     Raises:
         CaptureError: the directory has no such rows, or rows of generated tokens, whose ids it does not have.
-        PlanError: an argument is not allowed, or the SAE has not this feature.
+        PlanError: an argument is not allowed, or the SAE does not have the feature.
     """
     count, before, after = (
         fields.integer(name, value, low)

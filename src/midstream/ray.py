@@ -72,8 +72,8 @@ def collect(
 ) -> ray.data.Dataset:
     """Run the prompts whose captures a directory lacks on several engines, and write their captures to the directory.
 
-    Run a job again that was killed, or has failed: only missing prompts run. A prompt that the directory has under its id is taken to be
-    the same prompt.
+    If a job was killed or has failed, run it again: only missing prompts run. Prompts with the same id must be the same; this is not
+    checked.
 
     Args:
         prompts: a Dataset with a column of prompts (text, token ids or chat messages); or prompts, whose ids are their numbers from 0.
@@ -89,8 +89,8 @@ def collect(
         lora_request: the adapter of all prompts, on vLLM. All nodes find it under its path. Engines get `enable_lora=True`.
 
     Returns:
-        a Dataset with a row for each prompt that has run: `id`, and how many `rows` and `bytes` were written; 0 if an actor that died had
-        written them. Rows of generated tokens count as if each prompt generated `max_tokens`.
+        a Dataset with a row for each prompt that has run: its `id`, and the number of `rows` and `bytes` that were written. Both are 0 if
+        the actor that wrote them has died. Rows of generated tokens count as if each prompt generated `max_tokens`.
 
     Raises:
         CaptureError: the directory contains other captures. Also raised at the end if batches failed (for example, a prompt is too

@@ -63,7 +63,7 @@ class _Normed(NamedTuple):
 
 
 class SAE:
-    """A sparse autoencoder of a site's value, in float32. Its activations are those of SAELens 6 (`sae_lens.SAE.encode`), of the
+    """A sparse autoencoder of a site's value, in float32. It computes the same activations as `sae_lens.SAE.encode` of SAELens 6, for the
     architectures standard, gated (Rajamanoharan et al. 2024, arXiv:2404.16014), jump-ReLU (arXiv:2407.14435) and top-k (Gao et al. 2024,
     arXiv:2406.04093).
 
@@ -175,7 +175,7 @@ class SAE:
 
     @property
     def nbytes(self) -> int:
-        """Of its weights."""
+        """The size of its weights in bytes."""
         return sum(weight.nbytes for weight in self._weights.values())
 
     @property
@@ -209,7 +209,7 @@ class SAE:
     # ------------------------------------------------------------------------------------------------------ interventions
 
     def direction(self, feature: int) -> torch.Tensor:
-        """What one unit of a feature's activation adds to the value, `[hidden]`; of a normalized one, before the scale is restored."""
+        """What one unit of a feature's activation adds to the value, `[hidden]`; to the normalized value, if the SAE normalizes values."""
         return self._directions[self._checked("direction", feature)].clone()
 
     def capture(
@@ -269,7 +269,8 @@ class SAE:
         phase: str = "both",
         positions: Any = None,
     ) -> Apply:
-        """Keep the activations of features within bounds. Where they are, nothing changes with the error term.
+        """Keep the activations of features within bounds. With the error term, a value whose activations are already within bounds stays as
+        it is.
 
         Args:
             feature: one, or up to 64.

@@ -401,16 +401,16 @@ class Sizes:
 
     @property
     def num_heads(self) -> int:
-        """Attention heads of a layer, as in `attn_z`."""
+        """The number of attention heads of a layer, as in `attn_z`."""
         return self._text_config.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
+        """The number of key and value heads of a layer."""
         return getattr(self._text_config, "num_key_value_heads", None) or self.num_heads
 
     @property
     def head_dim(self) -> int:
-        """Width of a head of `attn_z`."""
+        """The width of a head of `attn_z`."""
         given = getattr(self._text_config, "head_dim", None)
         return given or self._text_config.hidden_size // self.num_heads

@@ -578,9 +578,9 @@ class Store(Mapping[str, StoredCapture]):
                 hook of TransformerLens with its layer: `"blocks.14.hook_resid_post"`.
             batch_size: rows of a batch.
             shuffle: whether rows come in random order: requests in random order, and the rows of `buffer_rows` rows mixed.
-            seed: of the order. Each epoch has another order.
+            seed: another seed gives another order. Each epoch has another order, too.
             epochs: passes over all rows, each with a shorter batch at its end if need be. None: endless.
-            workers: threads that read ahead. They change no batch. With 0, a batch is read when it is asked for.
+            workers: how many threads read ahead; the batches stay the same. With 0, a batch is read when you ask for it.
             with_context: whether batches are `Batch`: rows, token ids, positions and numbers of requests.
             when: "before" or "after" the edits of the plan that captured.
             dtype: of the batches; None for that of the rows.

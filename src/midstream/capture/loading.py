@@ -42,7 +42,7 @@ class Captures(Protocol):
 
 
 class Batch(NamedTuple):
-    """Rows with what is known about them.
+    """Rows, with the token, the position and the request of each.
 
     Attributes:
         rows: `[batch, width]`; with several sites or layers, a dict of these by (site, layer).
@@ -199,9 +199,10 @@ class _Epoch(NamedTuple):
 class Loader(IterableDataset):  # type: ignore[misc]
     """Batches of a directory's rows. Made by `Store.loader`.
 
-    An iterator: `next(loader)` gives a batch, and a loop that was left goes on where it stopped. With `epochs`, it ends after so many
-    passes; another loop begins the next ones. It is also a `torch.utils.data.IterableDataset`: with `DataLoader(loader, batch_size=None,
-    num_workers=4)` each worker gives other rows. Without `persistent_workers=True`, each loop over the DataLoader has the same order.
+    An iterator: `next(loader)` gives a batch. After a `break`, the next loop goes on where the first one stopped. With `epochs`, it ends
+        after that many passes, and another loop begins the next ones. It is also a `torch.utils.data.IterableDataset`: with
+        `DataLoader(loader, batch_size=None, num_workers=4)` each worker gives other rows. Without `persistent_workers=True`, each loop over
+        the DataLoader has the same order.
 
     Attributes:
         rows: how many rows an epoch has, those of all ranks together.
@@ -278,11 +279,11 @@ class Loader(IterableDataset):  # type: ignore[misc]
         return self._asked.batch(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, for `load_state_dict` of an equal loader."""
+        """The loader's place, for `load_state_dict` of a loader with the same arguments and rows."""
         return {"epoch": self._epoch.number, "row": self._row, "of": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a loader was when it returned this state. Raises CaptureError if the rows or their order differ."""
+        """Go on at the place that `state_dict` returned. Raises CaptureError if the rows or their order differ."""
         mine, its = self._identity(), state["of"]
         if mine != its:
             differ = [f"{name} {its.get(name)!r}, here {mine[name]!r}" for name in mine if mine[name] != its.get(name)]

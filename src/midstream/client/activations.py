@@ -26,7 +26,7 @@ _MOST_PROMPTS = 4096  # run at a time
 class Activations:
     """Batches of rows of prompts that a model runs: `next(activations)`, or a loop. Made by `TraceModel.activations`.
 
-    An iterator: a loop that was left goes on where it stopped. `close()`, or the end of a with-block, ends it.
+    An iterator: after a `break`, the next loop goes on where the first one stopped. `close()`, or the end of a with-block, ends it.
     """
 
     def __init__(

@@ -321,7 +321,7 @@ class DescribedModel(TraceModel):
 
     @property
     def num_layers(self) -> int:
-        """Of all pipeline stages together."""
+        """The number of layers, in all pipeline stages together."""
         return self.description["num_layers"]
 
     @property

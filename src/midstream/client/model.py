@@ -482,9 +482,9 @@ class TraceModel(Sizes):
             `mode="async"`.
 
         Raises:
-            CaptureError: the directory contains captures of another model or plan, another prompt under one of these ids, or one of these
-                prompts from a call with `ids` although this call has none, or the reverse; or the file system has less free space
-                than the rows need. Nothing has been run. Also raised if some captured rows were not written.
+            CaptureError: the directory contains captures of another model or plan, or another prompt under one of these ids; only one of
+                this call and an earlier call with the same prompts has `ids`; or the file system has less free space than the rows need.
+                Nothing has been run. Also raised if some captured rows were not written.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
@@ -608,20 +608,20 @@ class TraceModel(Sizes):
         buffer_rows: int | None = None,
         **params: Any,
     ) -> Activations:
-        """Batches of rows for training, from prompts that the model runs meanwhile, without a disk.
+        """Batches of rows for training, without a disk: the model runs the prompts while you train.
 
             for batch in model.activations(prompts, "resid_post", 14): ...
 
-        A thread runs the prompts of the next buffer while the batches of this one are taken, and waits when it is full.
+        While you take the batches of one buffer, a thread runs the prompts of the next one. It waits when that buffer is full.
 
         Args:
             prompts: a list, or an iterator, which is read as prompts are needed.
             site, layer, batch_size, with_context, when: as in `Store.loader`. `Batch.requests` has the prompts' numbers.
             positions: which rows, as in `Capture`.
             shuffle: whether prompts of a list come in random order, and the rows of a buffer are mixed.
-            seed: of the order.
+            seed: another seed gives another order.
             epochs: how many times to run the prompts; None: endlessly. An iterator has one epoch.
-            plan: interventions for all prompts beside the captures.
+            plan: interventions for all prompts, in addition to the captures.
             dtype: of the batches; None for the model's.
             buffer_rows: rows that are mixed with each other: 16 batches if None. Twice as many are in memory.
             params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts.
@@ -817,17 +817,17 @@ class TraceModel(Sizes):
         progress: bool | None = None,
         **adapter: Any,
     ) -> Any:
-        """Patch each head from the run of the other prompt, and let the patch act along the direct path to the receivers alone.
+        """Patch each head from the run of the other prompt, and measure only what reaches the receivers directly.
 
         This is path patching: Wang et al. 2022 (arXiv:2211.00593), Goldowsky-Dill et al. 2023 (arXiv:2304.05969).
 
             result = model.path_patching("The capital of France is", "The capital of Italy is", " Paris", " Rome")
             result.effects["attn_z"]                  # [layers, heads, 1]: the direct effect of each head on the logits
 
-        All heads of the layers after the sender keep their values of the patched prompt's own run. So the sender reaches the receivers
-        through the residual stream and the MLPs between, or with `freeze_mlps=True` through the residual stream alone. Norms are computed
-        anew. If the receivers are heads, one more request is patched with the values that they have along these paths, and nothing is
-        frozen there.
+        The sender is the patched head. All heads of later layers keep the values that they have without the patch. So the sender reaches
+        the receivers through the residual stream and the MLPs between, or with `freeze_mlps=True` through the residual stream alone. Norms
+        are computed anew. If the receivers are heads, this request records them, and a second one, in which nothing is frozen, patches them
+        with the recorded values.
 
         Args:
             clean, corrupt, answer, foil, metric, direction, progress, adapter: as in `sweep`. "noising" patches the corrupt run into the
@@ -887,8 +887,8 @@ class TraceModel(Sizes):
 
         Raises:
             PromptError: an answer is not one token, or the prompts do not make pairs. Nothing has been run.
-            ParameterError: the model computes no gradients, or its layers are not attention and then an MLP that add their outputs to the
-                residual stream as they are.
+            ParameterError: the model computes no gradients; or its layers are not attention followed by an MLP, each of which adds its
+                unchanged output to the residual stream.
         """
         _refuse_in_trace("edge_attribution")
         return attribute_edges(self, clean, corrupt, answer, foil, metric)
@@ -909,7 +909,7 @@ class TraceModel(Sizes):
 
         Args:
             name: for `clear_edits`, and for requests that choose edits. An older edit of that name is replaced, with a warning.
-            inplace: edit the model itself, `with model.edit(inplace=True):`. The target, if there is one, is a tracer.
+            inplace: edit the model itself, `with model.edit(inplace=True):`. With `as tracer`, the block has a tracer.
         """
         return EditContext(self, name, inplace)
 

@@ -38,8 +38,8 @@ class Probe(Reading):
         layer: counted from 0, or from the end: -1.
         weight: `[hidden]` for one score a token; `[hidden, C]` for C of them, at most 64; or the name of a vector that the engine holds,
             or C names.
-        program: computes the scores in place of `weight`, `bias` and `activation`: a `midstream.plan.program.Program` of the site's width
-            whose results are the scores, float32 `[C]`, and, if it has two, what each score is of, int32 `[C]`.
+        program: computes the scores in place of `weight`, `bias` and `activation`: a `midstream.plan.program.Program` of the site's width.
+            Its result is the scores, float32 `[C]`; a second result, int32 `[C]`, may say which feature each score belongs to.
         name: of its scores, which no other probe of the plan has: `output.scores[name]`, float32 `[tokens, C]`.
         bias: a number, or C of them.
         activation: None, `"sigmoid"`, `"softmax"` (over the C scores), `"tanh"` or `"relu"`.
@@ -297,8 +297,8 @@ def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
 
 class Scores(Mapping[str, Any]):
     """The scores of one output: `scores[name]` is a tensor, float32 `[tokens, C]`, and `scores.positions[name]` has the tokens' positions.
-    Of a probe whose program says what its scores are of, `scores.indices[name]` has that, int64 `[tokens, C]`: the features of a sparse
-    autoencoder, for instance.
+    If a program also says which feature each score belongs to, such as a feature of a sparse autoencoder, `scores.indices[name]` has the
+    features' numbers, int64 `[tokens, C]`.
 
     Args:
         probes: of the request's plan.
@@ -334,7 +334,7 @@ class Scores(Mapping[str, Any]):
 
     @property
     def indices(self) -> dict[str, Any]:
-        """What the scores are of, int64 `[tokens, C]`, for the probes that say it."""
+        """The features that the scores belong to, int64 `[tokens, C]`, for the probes that say them."""
         import torch
 
         named = [probe for probe in self._probes.values() if probe.has_indices]
@@ -344,7 +344,7 @@ class Scores(Mapping[str, Any]):
         }
 
     def aggregated(self, name: str) -> float:
-        """The aggregated score of all tokens, as the probe's `aggregate` says; NaN without a token. Only for one score a token."""
+        """The aggregated score of all tokens, as the probe's `aggregate` says; NaN if no token was scored. Only for one score a token."""
         probe, scores = self._probe(name), self[name]
         if probe.classes > 1:
             raise fields.refuse("the probe", f"{name!r}, with {probe.classes} scores a token", "one score a token")

@@ -81,7 +81,8 @@ MAX_PLACED_EDITS = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes one for each of them.
+    """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes several `When`s with one
+    edit each.
 
     Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
     """

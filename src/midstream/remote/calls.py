@@ -111,7 +111,7 @@ class RemoteOutput:
         saves: the trace's saved values by name; until the end, the values saved so far. A list of dicts for n > 1.
         captures: the rows that the plan captured; a list for n > 1. None until the end.
         answers: the log-probability of each answer, in nats.
-        scores: what the plan's probes have found; a list for n > 1.
+        scores: the scores of the plan's probes; a list for n > 1.
     """
 
     request_id: str

@@ -218,7 +218,7 @@ class LanguageModel(TraceModel):
         return self.module.config.get_text_config()
 
     def close(self) -> None:
-        """Let consumers and directories take their rows, and close them."""
+        """Wait until consumers and directories have taken their rows, and close them."""
         self.sinks.close()
 
     @property

@@ -60,16 +60,17 @@ class VLLM(DescribedModel):
             h = model.layers_output[8].save()         # [tokens, hidden], on the CPU
             model.layers_output[10] += v
 
-    Steps without traces run as in stock vLLM, compiled and with CUDA graphs. vLLM's log goes to a file, which errors name, unless an
-    environment variable such as VLLM_LOGGING_LEVEL is set.
+    Steps without traces run as in stock vLLM, compiled and with CUDA graphs. vLLM's log goes to a file, and errors give its path. If an
+    environment variable such as VLLM_LOGGING_LEVEL is set, vLLM logs to its usual place.
 
     Args:
         model: as for `vllm.LLM`.
-        mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
+        mode: `"sync"`: calls and traces run to their end. `"async"`: await a call; for a trace, `async for output in tracer.backend` gives
+            the outputs as they come.
         rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the new name is an
-            attribute of the module in which the path begins. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each layer has a
-            `ffn`. A standard name (`layers`, `attn`, `mlp`, `router`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites
-            are. A list gives several names.
+            attribute of the module to which the path's first name belongs. `*` matches any single name: with `{"layers.*.mlp": "ffn"}` each
+            layer has a `ffn`. midstream looks for the sites at the modules that you give a standard name (`layers`, `attn`, `mlp`,
+            `router`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`). A list gives several names.
         graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
             default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites there.
         graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed;
@@ -170,7 +171,7 @@ class VLLM(DescribedModel):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer, **self._tokenizer_kwargs)
 
     async def start(self) -> Self:
-        """Connect the workers of an async engine. The first trace calls this; call it yourself to use the module tree before."""
+        """Connect the workers of an async engine. The first trace calls this. Call it yourself to use the module tree before that."""
         await self._connection.start()
         return self
 

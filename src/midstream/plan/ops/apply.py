@@ -23,10 +23,10 @@ class Apply(Edit):
     Args:
         site: one of `midstream.sites.LAYER_SITES`; at `attn_z` the program takes and returns all heads side by side.
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
-        program: a function of the value, `[tokens, width]`, that returns the new one, or changes the value in place:
-            `lambda h: h - (h @ d)[:, None] * d`. It may do with each token's value what PyTorch can, without looking at numbers. It runs
-            on stand-ins, twice, when the plan meets a model, and what it did is sent as data. Or such data: a
-            `midstream.plan.program.Program` of the site's width.
+        program: a function of the value, `[tokens, width]`, that returns the new value, or changes it in place:
+            `lambda h: h - (h @ d)[:, None] * d`. It may use any PyTorch operation on each token's value, but may not look at numbers. When
+            you pass the plan to a model, midstream runs the function twice on stand-ins for tensors, and sends its operations as data. You
+            can also give such data: a `midstream.plan.program.Program` of the site's width.
         inputs: (site, layer) of each further input of the program or the function, `[("resid_post", 2)]`: the values there before the
             plan's own edits. The site itself may be one of them.
         phase, positions: as in `Steer`.

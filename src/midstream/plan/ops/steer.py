@@ -35,7 +35,7 @@ class Steer(Edit):
         norm_match: make the added vector `scale` times as long as h at that token, after the patches of the site: `h += scale * ||h|| *
             vector / ||vector||`.
         head: at sites of heads (`attn_z`), steer only this head or these heads, counted from 0. `vector` is then `[head_dim]`, added to
-            each of them; or `[heads * head_dim]`, of which only their part is added.
+            each of them; or `[heads * head_dim]`, and each of them gets its own part.
 
     Raises:
         PlanError: the value of a field is not allowed; the vector has NaN or infinity; it is zero and norm_match is set; positions with

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class When(Edit):
     """Make edits only at the tokens whose score by a probe lies within bounds.
 
-    Each token is decided alone, by its own score: `h = edit(h)` where `above < score < below`, and h as it was elsewhere. The score is
-    computed in float32 from the value at the probe's site before the plan's edits there. Gated edits act after all others of their site,
-    in their order, each on what the one before it has made. Conditional activation steering: Lee et al. 2024 (arXiv:2409.05907).
+    Each token's own score decides: `h = edit(h)` where `above < score < below`, and h is unchanged elsewhere. The score is computed in
+    float32 from the value at the probe's site before the plan's edits there. Gated edits act after all other edits of their site, one after
+    the other, in their order in the plan. Conditional activation steering: Lee et al. 2024 (arXiv:2409.05907).
 
     Args:
         probe: a `Probe` with one score a token, `when="before"` and `aggregate="last"`. It decides at every token where the edits would
