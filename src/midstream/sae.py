@@ -131,7 +131,7 @@ class SAE:
         """The SAE in a directory that SAELens has written: `cfg.json` and `sae_weights.safetensors`.
 
         Args:
-            site, layer: as of the class.
+            site, layer: as in the constructor.
 
         Raises:
             PlanError: as the class does; or the files cannot be read.
@@ -228,7 +228,7 @@ class SAE:
             features: which ones, up to 64.
             top_k: in place of `features`: the highest activations, up to 32, the highest first. `output.scores.indices[name]` says of
                 which features, -1 for an activation of 0.
-            name, positions, options: as of `Probe`.
+            name, positions, options: as in `Probe`.
 
         Raises:
             PlanError: a feature that the SAE does not have, or a field that `Probe` refuses.
@@ -255,7 +255,7 @@ class SAE:
 
         Args:
             scale: in units of the feature's activation.
-            options: `phase`, `positions` and `norm_match`, as of `Steer`.
+            options: `phase`, `positions` and `norm_match`, as in `Steer`.
         """
         return Steer(self.site, layers=self.layer, vector=self.direction(feature), scale=scale, **options)
 
@@ -277,7 +277,7 @@ class SAE:
             low, high: bounds of the activation; None for no bound.
             error_term: whether the value keeps what the SAE does not reconstruct: `h += (clip(a) - a) * direction`. Without it, the value
                 becomes the reconstruction from the clamped activations.
-            phase, positions: as of `Steer`.
+            phase, positions: as in `Steer`.
 
         Raises:
             PlanError: a feature that the SAE does not have; no bound; low is above high; a field that `Apply` refuses.
@@ -311,7 +311,7 @@ class SAE:
         return Apply(self.site, layers=self.layer, program=program, phase=phase, positions=positions)
 
     def ablate(self, feature: int | Sequence[int], **options: Any) -> Apply:
-        """Set the activations of features to 0. `options`: as of `clamp`. Raises PlanError as `clamp` does."""
+        """Set the activations of features to 0. `options`: as in `clamp`. Raises PlanError as `clamp` does."""
         return self.clamp(feature, low=0.0, high=0.0, **options)
 
     def made(self, method: Any, arguments: Mapping[str, Any]) -> Intervention:

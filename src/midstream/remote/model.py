@@ -387,7 +387,7 @@ class Remote(DescribedModel):
     Args:
         url: of the server, `http://host:port`.
         api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
-        mode: `"sync"` runs requests to their end; with `"async"`, `async for output in tracer.backend` follows them.
+        mode: as in `VLLM`.
         admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
         progress: the default of `progress` for the model's calls, such as `generate`.
 

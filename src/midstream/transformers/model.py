@@ -97,7 +97,7 @@ class LanguageModel(TraceModel):
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: as of `VLLM`; a key may also be a class of modules.
+        rename: as in `VLLM`; a key may also be a class of modules.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: the default of `progress` for the model's calls, such as `generate`.
