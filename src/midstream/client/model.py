@@ -842,7 +842,7 @@ class TraceModel(Sizes):
             A `SweepResult` of the site `attn_z`. With `mode="async"` await it.
 
         Raises:
-            PromptError, PlanError: as `sweep`. PlanError also if a value that has to be frozen is no site of this model.
+            PromptError, PlanError: as `sweep`. PlanError also if the model lacks the site of a value that must be frozen.
             ParameterError: another argument is invalid, or the model is a `Remote`. Nothing has been run.
         """
         _refuse_in_trace("path_patching")

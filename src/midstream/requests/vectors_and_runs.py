@@ -88,7 +88,7 @@ class Vectors(MutableMapping[str, Vector]):
     def load(self, path: str | os.PathLike[str]) -> list[str]:
         """Register every vector of a safetensors file under its name in the file. Returns the names.
 
-        Raises PlanError if it is no safetensors file, or contains anything but vectors `[hidden]` of finite numbers.
+        Raises PlanError if it is not a safetensors file, or contains anything but vectors `[hidden]` of finite numbers.
         """
         loaded = load_vectors(path)
         self._put(loaded)
