@@ -142,7 +142,8 @@ def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
     command: dict[str, Any], tmp_path: Path
 ) -> None:
     command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
+    done = run_forked(command, "here")
+    assert done.returncode == 0, done.stderr
     told, logged = done.stdout.splitlines()
     assert json.loads(told)["there"] and logged.endswith("logged after the start")
     assert not list(tmp_path.glob("vllm-*"))
@@ -161,6 +162,7 @@ CELLS = [
     "model = VLLM(demo_model(), dtype='float32', max_model_len=512, enforce_eager=True, gpu_memory_utilization=0.2)",
     "with model.trace('The capital of France is'):\n    print('printed in a trace')\n"
     "    h = model.layers_output[0].save()\nprint(list(h.shape))",
+    "import logging\nlogging.getLogger('vllm.tests').warning('logged after the start')",
     "model.close()",
 ]
 
@@ -173,7 +175,10 @@ def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any]
     with client.setup_kernel(env=command["env"], cwd=str(tmp_path)):
         for number, cell in enumerate(notebook.cells):
             client.execute_cell(cell, number)
-    _, started, traced, closed = ("".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells)
+    _, started, traced, logged, closed = (
+        "".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells
+    )
     assert re.search(r"Starting vLLM, [1-9]\d* s", started) and "pid=" not in started and "\n" not in started, started
     assert "printed in a trace" in traced and "[5, 256]" in traced
+    assert "logged after the start" in logged
     assert not closed and not list(tmp_path.glob("vllm-*"))

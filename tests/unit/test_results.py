@@ -1084,7 +1084,8 @@ def test_chunks_add_up_to_the_payload(small_slots):
 
 
 def test_every_shape_and_layout_passes_through_slots(small_slots):
-    tensors = [make().detach() for make in SHAPES.values()]
+    """The large ones pass through slots of the real size above."""
+    tensors = [make().detach() for name, make in SHAPES.items() if not name.startswith("large")]
     offsets, total = codec.payload_offsets(tensors)
     payload, _ = through_slots(tensors, offsets, total)
     for offset, tensor in zip(offsets, tensors, strict=True):
