@@ -155,6 +155,7 @@ def script_environment() -> dict[str, str]:
     """That of somebody who has just installed the package: none of the engine settings that the tests make."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     kept["RAY_AUTH_MODE"] = "disabled"  # clusters that other tests start at once would take each other's token
+    kept["RAY_worker_niceness"] = "0"  # Ray's 15 would starve it while other tests run
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), kept.get("PYTHONPATH", "")])}
 
 
