@@ -149,14 +149,6 @@ def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
     assert not list(tmp_path.glob("vllm-*"))
 
 
-@pytest.mark.matrix  # tests/unit/test_log_file.py has the same without an engine
-def test_nothing_is_redirected_if_the_user_has_chosen_a_level(command: dict[str, Any], tmp_path: Path) -> None:
-    command["env"] |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
-    done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
-    assert "non-default args" in done.stdout and '"log": null' in done.stdout
-    assert not list(tmp_path.glob("vllm-*"))
-
-
 CELLS = [
     "from midstream import VLLM, demo_model",
     "model = VLLM(demo_model(), dtype='float32', max_model_len=512, enforce_eager=True, gpu_memory_utilization=0.2)",
