@@ -71,7 +71,7 @@ def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client]
 
 @pytest.mark.engine
 def test_an_engine_that_is_forgotten_ends_and_is_freed(client: Callable[..., Client]) -> None:
-    script = client("drop")
+    script = client("drop", is_forked=False)  # its frame must be the one that imports vLLM
     script.wait_for("dropped")
     assert script.output.read_text().split() == ["freed"]
     assert script.all_but_the_client_ended()

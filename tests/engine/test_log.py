@@ -7,17 +7,20 @@ import json
 import os
 import pty
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from forked import Program
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
@@ -45,27 +48,34 @@ def script(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "tests" / "support" / "log_script.py"), *arguments]
 
 
-def test_nothing_of_vllms_log_is_shown_and_what_traces_print_is(command: dict[str, Any], tmp_path: Path) -> None:
-    done = subprocess.run(script("close"), capture_output=True, text=True, check=True, **command)
-    told, *lines = done.stdout.splitlines()
-    assert json.loads(told)["there"]
-    assert sorted(lines) == ["printed by the script", "printed in a trace"]
-    assert re.fullmatch(r".*: UserWarning: warned in a trace\n.*\n", done.stderr), done.stderr
-    assert not list(tmp_path.glob("vllm-*"))  # the engine was closed
+def run_forked(command: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script in a process that has imported vLLM: for what the import has no part in."""
+    argv, environment = script(*arguments)[1:], {**command["env"], **dict.fromkeys(LOGS)}
+    output, errors = (command["cwd"] / name for name in ("output", "errors"))
+    code = Program(partial(runpy.run_path, argv[0], None, "__main__"), argv, output, environment, errors).wait(300)
+    return subprocess.CompletedProcess(argv, code, output.read_text(), errors.read_text())
 
 
-def test_a_terminal_shows_one_line_that_is_cleared(command: dict[str, Any]) -> None:
+def test_a_terminal_shows_one_line_that_is_cleared_and_what_traces_print(
+    command: dict[str, Any], tmp_path: Path
+) -> None:
+    printed: list[str] = []
+
     def run(terminal: int) -> None:
-        subprocess.run(script("close"), stdin=terminal, stdout=terminal, stderr=terminal, check=True, **command)
+        shell = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": terminal, "text": True}
+        printed.extend(subprocess.run(script("close"), check=True, **shell, **command).stdout.splitlines())
 
     shown = in_terminal(run)
     line, _, rest = shown.partition("\n")
-    *states, cleared, told = line.split("\r")[1:-1]
+    *states, cleared, warned = line.split("\r")[1:-1]
     assert len(states) > 3 and all(re.match(r"Starting vLLM, \d+ s", state) for state in states)
     assert any(re.match(r"Starting vLLM, \d+ s: \w", state) for state in states)
-    assert max(map(len, states)) < 80 and not cleared.strip() and json.loads(told)["there"]
-    assert "pid=" not in shown
-    assert "printed in a trace" in rest
+    assert max(map(len, states)) < 80 and not cleared.strip()
+    told, *lines = printed
+    assert json.loads(told)["there"]
+    assert sorted(lines) == ["printed by the script", "printed in a trace"]
+    assert warned.endswith(": UserWarning: warned in a trace") and len(rest.splitlines()) == 1, shown
+    assert not list(tmp_path.glob("vllm-*"))  # the engine was closed
 
 
 def in_terminal(run: Callable[[int], object]) -> str:
@@ -91,8 +101,8 @@ def in_terminal(run: Callable[[int], object]) -> str:
 
 
 def test_an_engine_that_cannot_start_says_why_and_where_its_log_is(command: dict[str, Any], tmp_path: Path) -> None:
-    done = subprocess.run(script("fail"), capture_output=True, text=True, **command)
-    assert done.returncode == 1 and not done.stdout
+    done = run_forked(command, "fail")
+    assert done.returncode == 1 and not done.stdout and "Starting vLLM" not in done.stderr
     (log,) = tmp_path.glob("vllm-*.log")
     error, _, note = done.stderr.partition(f"\nvLLM's log is {log}. Its last errors are:\n")
     assert "Engine core initialization failed" in error.splitlines()[-1]
@@ -111,7 +121,8 @@ def test_a_script_that_is_imported_again_by_each_process_is_told_so(command: dic
 def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
     command: dict[str, Any], tmp_path: Path, mode: str
 ) -> None:
-    done = subprocess.run(script("kill", mode), capture_output=True, text=True, check=True, **command)
+    done = run_forked(command, "kill", mode)
+    assert done.returncode == 0, done.stderr
     read = json.JSONDecoder().raw_decode  # vLLM, which is ending, may write to the end of a line
     _, *errors = [read(line)[0] for line in done.stdout.splitlines() if line.startswith("{")]
     (log,) = tmp_path.glob("vllm-*.log")
@@ -123,7 +134,7 @@ def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
 
 @pytest.mark.matrix
 def test_the_log_of_an_engine_that_died_between_calls_stays(command: dict[str, Any], tmp_path: Path) -> None:
-    subprocess.run(script("kill", "unseen"), capture_output=True, text=True, check=True, **command)
+    assert run_forked(command, "kill", "unseen").returncode == 0
     assert list(tmp_path.glob("vllm-*.log"))
 
 
@@ -131,17 +142,10 @@ def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
     command: dict[str, Any], tmp_path: Path
 ) -> None:
     command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
+    done = run_forked(command, "here")
+    assert done.returncode == 0, done.stderr
     told, logged = done.stdout.splitlines()
     assert json.loads(told)["there"] and logged.endswith("logged after the start")
-    assert not list(tmp_path.glob("vllm-*"))
-
-
-@pytest.mark.matrix  # tests/unit/test_log_file.py has the same without an engine
-def test_nothing_is_redirected_if_the_user_has_chosen_a_level(command: dict[str, Any], tmp_path: Path) -> None:
-    command["env"] |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
-    done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
-    assert "non-default args" in done.stdout and '"log": null' in done.stdout
     assert not list(tmp_path.glob("vllm-*"))
 
 
@@ -150,6 +154,7 @@ CELLS = [
     "model = VLLM(demo_model(), dtype='float32', max_model_len=512, enforce_eager=True, gpu_memory_utilization=0.2)",
     "with model.trace('The capital of France is'):\n    print('printed in a trace')\n"
     "    h = model.layers_output[0].save()\nprint(list(h.shape))",
+    "import logging\nlogging.getLogger('vllm.tests').warning('logged after the start')",
     "model.close()",
 ]
 
@@ -162,7 +167,10 @@ def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any]
     with client.setup_kernel(env=command["env"], cwd=str(tmp_path)):
         for number, cell in enumerate(notebook.cells):
             client.execute_cell(cell, number)
-    _, started, traced, closed = ("".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells)
+    _, started, traced, logged, closed = (
+        "".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells
+    )
     assert re.search(r"Starting vLLM, [1-9]\d* s", started) and "pid=" not in started and "\n" not in started, started
     assert "printed in a trace" in traced and "[5, 256]" in traced
+    assert "logged after the start" in logged
     assert not closed and not list(tmp_path.glob("vllm-*"))

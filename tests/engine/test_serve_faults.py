@@ -69,7 +69,7 @@ def half_sent(server: Server) -> Iterator[None]:
 
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False, is_forked=False))
+        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False))
         streams = [Stream(server, tokens=400) for _ in range(4)]  # they run for longer than the refusals take
         stack.enter_context(half_sent(server))
         server.process.send_signal(signal.SIGTERM)

@@ -73,7 +73,7 @@ def own(request: pytest.FixtureRequest, penalizing: Path) -> Iterator[Any]:
         yield LanguageModel(str(penalizing), dtype=torch.float32)
         return
     with forked():
-        engine = VLLM(str(penalizing), **ENGINE, **RANKS)
+        engine = VLLM(str(penalizing), **ENGINE, **RANKS, enforce_eager=True)
     with engine:
         yield engine
 

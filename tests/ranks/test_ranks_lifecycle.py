@@ -37,7 +37,7 @@ def kill_worker(script: Client, title: str) -> None:
 def test_a_killed_worker_ends_the_engine_with_a_clear_error(
     client: Callable[..., Client], sizes: str, mode: str, when: str, killed: str
 ) -> None:
-    script = client("lose", sizes, mode, when)
+    script = client("lose", sizes, mode, when, is_forked=False)  # a forked client's processes have no titles
     script.wait_for("first")
     segments = script.shared_memory()
     assert segments and script.sockets() and len(script.processes()) > 3  # what is looked for below is seen here
@@ -61,7 +61,7 @@ def test_a_killed_client_takes_all_ranks_with_it(client: Callable[..., Client], 
     script.wait_for("first")
     segments = script.shared_memory()
     assert segments and len(script.processes()) > 3
-    script.process.kill()
+    script.process.send_signal(signal.SIGKILL)
     script.process.wait()
     assert script.all_ended(), script.describe()
     assert script.lets_go_of(segments)

@@ -257,13 +257,13 @@ def by_modules(model: VLLM, directory: Path) -> dict[str, list[Any]]:
     found = {}
     for number, name in enumerate(names):
         read, write = functions[f"read_{number}"], functions[f"write_{number}"]
-        v = 0.1 * torch.linspace(-1, 1, model.run(read, PROMPTS[:1])[0][0].shape[-1])
-        write.__defaults__ = (v,)
         runs = []
         for place in (contextlib.nullcontext(), mock.patch.object(described, "lower_trace", lambda *_: None)):
             before = model.gauges()[0]["forward_traced_steps"]
             with place:
-                values = [model.run(read, PROMPTS), model.run(write, PROMPTS)]
+                values = [model.run(read, PROMPTS)]
+                write.__defaults__ = (0.1 * torch.linspace(-1, 1, values[0][0][0].shape[-1]),)
+                values.append(model.run(write, PROMPTS))
             runs.append((values, model.gauges()[0]["forward_traced_steps"] - before))
         found[name] = runs
     return found

@@ -13,8 +13,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import context, forkserver
+from multiprocessing import context, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,13 +49,20 @@ class _FromServer(context.ForkServerContext):
 class Program:
     """A program that is forked from the server, in a session of its own. It has what tests call of a `subprocess.Popen`.
 
-    `run` is called without arguments, with `argv` as the program's arguments; `output` gets what it prints.
+    `run` is called without arguments, with `argv` as the program's arguments. `output` gets what it prints, and `errors`, if given, what
+    it prints there. A variable of `environment` that is None is not set.
     """
 
     def __init__(
-        self, run: Callable[[], object], argv: list[str], output: Path, environment: Mapping[str, str]
+        self,
+        run: Callable[[], object],
+        argv: list[str],
+        output: Path,
+        environment: Mapping[str, str | None],
+        errors: Path | None = None,
     ) -> None:
-        self._process = _from_server().Process(target=_run_program, args=(run, argv, str(output), dict(environment)))
+        given = (run, argv, output, output if errors is None else errors, dict(environment))
+        self._process = _from_server().Process(target=_run_program, args=given)
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -76,13 +84,20 @@ class Program:
             os.kill(self.pid, number)
 
 
-def _run_program(run: Callable[[], object], argv: list[str], output: str, environment: Mapping[str, str]) -> None:
+def _run_program(
+    run: Callable[[], object], argv: list[str], output: Path, errors: Path, environment: Mapping[str, str | None]
+) -> None:
     os.setsid()
-    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(environment)
-    sys.argv = argv
+    for path, descriptor in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
+    resource_tracker._resource_tracker._fd = None  # the server has that of the tests, which ends with them
+    resource_tracker.ensure_running()
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.argv, tempfile.tempdir = argv, None  # which TMPDIR names
     try:
         run()
     finally:

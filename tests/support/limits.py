@@ -30,12 +30,12 @@ def cpu_seconds_of_children() -> float:
 
 
 def assert_flat(window: Callable[[], Sequence[Mapping[str, int]]], megabytes: float, attempts: int = 12) -> None:
-    """Run `window` five times and check what it returns of each process of an engine: `memory` in MiB, and how many `threads` it has.
+    """Run `window` three times and check what it returns of each process of an engine: `memory` in MiB, and how many `threads` it has.
 
     A leak grows in every window, and an allocator takes a step in some: the least growth of a process has to be below the limit. If it
     is not, more windows are run, up to `attempts`: an allocator may take a step in each of the first.
     """
-    windows = [window() for _ in range(5)]
+    windows = [window() for _ in range(3)]
     while max(map(_least_growth, zip(*windows, strict=True))) >= megabytes and len(windows) < attempts:
         windows.append(window())
     for process in zip(*windows, strict=True):

@@ -1,4 +1,5 @@
-"""Run by test_log.py in a process of its own, without vLLM's environment variables about logs.
+"""Run by test_log.py in a process of its own, without vLLM's environment variables about logs. `fail` and `kill` are forked from a process
+that has imported vLLM.
 
 python log_script.py close                     an engine that is closed
 python log_script.py fail                      one that cannot start
@@ -10,7 +11,6 @@ python log_script.py here                      one in this process
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -23,20 +23,17 @@ import psutil
 
 LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")
 from engines import start_spawned  # noqa: E402  # sets a level if there is none
-from forked import forked  # noqa: E402
 
 from midstream import VLLM  # noqa: E402
 from midstream.errors import EngineClosedError  # noqa: E402
 
 if LEVEL is None:
-    del os.environ["VLLM_LOGGING_LEVEL"]
+    os.environ.pop("VLLM_LOGGING_LEVEL", None)  # `engines` may have been imported before
 PROMPT = "The capital of France is"
 
 
-def start(is_forked: bool = False, **arguments: Any) -> VLLM:
-    """`is_forked`: sooner there, but vLLM is imported before the start."""
-    with forked(server=False) if is_forked else contextlib.nullcontext():
-        model = start_spawned(enforce_eager=True, **arguments)
+def start(**arguments: Any) -> VLLM:
+    model = start_spawned(enforce_eager=True, **arguments)
     log = model.engine.midstream_log
     tell(log=log and log.path, there=log is not None and os.path.exists(log.path))
     return model
@@ -56,19 +53,19 @@ def close() -> None:
 
 def fail() -> None:
     longest = 10**7
-    start(is_forked=True, max_model_len=longest, hf_overrides={"max_position_embeddings": longest})
+    start(max_model_len=longest, hf_overrides={"max_position_embeddings": longest})
 
 
 def kill(mode: str) -> None:
-    model = start(is_forked=True, mode="async" if mode == "async" else "sync")
+    model = start(mode="async" if mode == "async" else "sync")
 
     async def run() -> None:
         for _ in range(1 if mode == "unseen" else 2):
             outputs = model.generate([PROMPT])
             if mode == "async":
                 await outputs
-            for process in psutil.Process().children(recursive=True):
-                if "EngineCore" in process.name() + " ".join(process.cmdline()):
+            for process in psutil.Process().children():  # the engine, and Python's tracker of shared memory
+                if "resource_tracker" not in " ".join(process.cmdline()):
                     process.kill()
 
     for call in (lambda: asyncio.run(run()), lambda: model.engine):
@@ -89,4 +86,7 @@ def here() -> None:
 if sys.argv[1:] == ["unguarded"]:
     start()
 elif __name__ == "__main__":
+    vllms = logging.getLogger("vllm")
+    for each in (vllms, *vllms.handlers):  # of a forked process, whose parent has another level
+        each.setLevel("INFO")
     globals()[sys.argv[1]](*sys.argv[2:])

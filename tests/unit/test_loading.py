@@ -5,6 +5,7 @@ Each row of the synthetic directories tells which request and position it is of,
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import Counter
@@ -244,13 +245,16 @@ def test_requests_of_one_row_are_shuffled(tmp_path: Path) -> None:
         assert not torch.equal(rows[:500], rows[500:])
 
 
-def test_a_loader_that_was_advanced_is_not_shared(store: Store) -> None:
+def test_a_loader_that_was_advanced_is_not_shared(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing: rows came twice, were missing, or the worker waited for ever for a thread of its parent."""
+    # After an error, a DataLoader waits so many seconds for each of its workers before it ends it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     for workers in (0, 2):
         loader = store.loader("resid_post", 3, batch_size=16, epochs=1, workers=workers)
         next(loader)
         with pytest.raises(CaptureError, match="has given batches"):
             list(DataLoader(loader, batch_size=None, num_workers=2, timeout=60))
+        gc.collect()  # the DataLoader's iterator
         assert sum(map(len, loader)) == sum(lengths()) - 16
 
 

@@ -149,8 +149,9 @@ def worker(request, receiver, worker_process):
 def filled(dtype: torch.dtype, shape: tuple[int, ...], salt: int = 1) -> torch.Tensor:
     """Bytes of a fixed pattern, seen as `dtype`: NaNs, infinities and denormals included."""
     count = torch.Size(shape).numel() * dtype.itemsize
-    pattern = (torch.arange(count, dtype=torch.int64) * 73 + salt * 29) % 251
-    return (pattern % 2 if dtype is torch.bool else pattern).to(torch.uint8).view(dtype).reshape(shape)
+    period = ((torch.arange(251) * 73 + salt * 29) % 251).to(torch.uint8)
+    pattern = period.repeat(count // 251 + 1)[:count].clone()
+    return (pattern % 2 if dtype is torch.bool else pattern).view(dtype).reshape(shape)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -1083,7 +1084,8 @@ def test_chunks_add_up_to_the_payload(small_slots):
 
 
 def test_every_shape_and_layout_passes_through_slots(small_slots):
-    tensors = [make().detach() for make in SHAPES.values()]
+    """The large ones pass through slots of the real size above."""
+    tensors = [make().detach() for name, make in SHAPES.items() if not name.startswith("large")]
     offsets, total = codec.payload_offsets(tensors)
     payload, _ = through_slots(tensors, offsets, total)
     for offset, tensor in zip(offsets, tensors, strict=True):
