@@ -518,7 +518,7 @@ def test_a_trace_that_one_stage_cannot_load_ends_on_all(pp2: VLLM, plain: Plain)
 
 
 def test_nothing_grows(pp2: VLLM) -> None:
-    """C10: 500 requests, and long generations, that read layers of both stages."""
+    """C10: hundreds of requests, and long generations, that read layers of both stages."""
 
     def read(model: Any, tracer: Any) -> Any:
         total = 0.0
