@@ -17,7 +17,7 @@ from midstream.capture.loading import Asked, Pool, cut, read_ahead
 from midstream.errors import CaptureError, ParameterError
 from midstream.plan import fields
 from midstream.plan.values import Plan
-from midstream.requests.prompts import Prompt
+from midstream.requests.arguments import Prompt
 
 _FIRST_PROMPTS = 32  # run to find out how many rows a prompt has
 _MOST_PROMPTS = 4096  # run at a time

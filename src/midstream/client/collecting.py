@@ -33,8 +33,8 @@ from midstream.plan.selections import Without
 from midstream.plan.values import Capture, Consumer, Plan, has_spans, resolve_spans, with_digests
 from midstream.plan.vectors import digest
 from midstream.progress import Bar
+from midstream.requests.arguments import Prompt, encode, offsets_of
 from midstream.requests.invokes import Invoke, Planner, PreparedPlan
-from midstream.requests.prompts import Prompt, encode, offsets_of
 
 _log = logging.getLogger(__name__)
 PART = 4096  # prompts submitted at a time; memory held for a prompt is freed with its part

@@ -25,23 +25,20 @@ from midstream.lowering.functions import with_programs
 from midstream.plan import fields
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests.invokes import (
+from midstream.requests.arguments import (
     AdapterArgument,
     Answers,
-    Invoke,
-    InvokeResult,
-    Planner,
-    RecordAs,
+    Prompt,
     adapter_alone,
     adapter_in,
     adapters_of,
     answers_of,
     plans_of,
-    raise_failures,
+    prompt_in,
+    prompts_of,
     sampling,
 )
-from midstream.requests.prompts import Prompt, prompt_in, prompts_of
-from midstream.requests.streams import OutputStream
+from midstream.requests.invokes import Invoke, InvokeResult, OutputStream, Planner, RecordAs, raise_failures
 from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
-from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sampling
-from midstream.requests.prompts import Prompt, prompt_in, prompts_of
+from midstream.requests.arguments import Prompt, prompt_in, prompts_of, sampling
+from midstream.requests.invokes import Invoke, InvokeResult, raise_failures
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse

@@ -290,6 +290,13 @@ STOPPED_BY_PROBE = "probe:"  # the `stop_reason` of a request that a probe has e
 ScoreChunk = tuple[str, bytes, bytes]
 
 
+class ProbeStop(NamedTuple):
+    """The end of a request by a probe: the position of the token at which it ends, and the `stop_reason`."""
+
+    position: int
+    reason: str
+
+
 def chunks_of(sample: Any) -> Sequence[ScoreChunk]:
     """The scores that have come with a sample of vLLM's output: see `engine.launch.putting_scores`."""
     return sample.midstream  # type: ignore[no-any-return]

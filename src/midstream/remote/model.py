@@ -31,18 +31,17 @@ from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, encode, engine_params
 from midstream.requests.invokes import (
-    Answers,
+    Called,
     Invoke,
     InvokeResult,
+    Item,
+    OutputStream,
     PreparedPlan,
-    answers_by_prompt,
-    engine_params,
     has_destinations,
     with_whole_rows,
 )
-from midstream.requests.prompts import Prompt, encode
-from midstream.requests.streams import Called, Item, OutputStream
 from midstream.requests.vectors_and_runs import RunInfo, RunRequest, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.sae import SAE

@@ -31,8 +31,8 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
-from midstream.requests.invokes import Invoke, answers_of
-from midstream.requests.streams import OutputStream
+from midstream.requests.arguments import answers_of
+from midstream.requests.invokes import Invoke, OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import (
     MAX_ANSWERS,

@@ -28,7 +28,8 @@ from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
 from midstream.plan.values import not_finite
-from midstream.requests.invokes import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
+from midstream.requests.arguments import FORWARD_ARGUMENTS
+from midstream.requests.invokes import Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.runtime.knockouts import attend_again
 from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.scores import RequestScores, StepScores

@@ -27,7 +27,8 @@ from midstream.engine import launch
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
-from midstream.requests.invokes import Answers, PreparedPlan, runs_of
+from midstream.requests.arguments import Answers
+from midstream.requests.invokes import PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
