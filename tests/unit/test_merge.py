@@ -20,7 +20,7 @@ from limits import examples
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.ranks import merge
 from midstream.ranks.merge import Absent, merged_outcomes
-from midstream.trace.outcome import Failure, Outcome
+from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Cache, CacheEntry
 
 

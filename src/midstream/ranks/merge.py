@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, StageMismatchWarning
-from midstream.trace.outcome import Outcome
+from midstream.trace.code import Outcome
 from midstream.trace.parallel import Absent
 
 # Two stages may sum in different orders. Their results may differ by this much, relative to the largest entry. A float32 tensor or a

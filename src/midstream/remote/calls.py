@@ -18,7 +18,7 @@ from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of
 from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
-from midstream.trace.outcome import Failure, Outcome
+from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.codec import NO_MESSAGE, register_data_kind
 from midstream.tree import map_objects

@@ -12,7 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,8 +57,9 @@ from midstream.requests.arguments import Answers, Prompt, encode, is_multimodal,
 from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
-from midstream.trace.code import BlockProgram, TraceProgram
-from midstream.trace.outcome import Outcome
+from midstream.trace.code import BlockProgram, Outcome, TraceProgram
+from midstream.trace.tracer import Result
+from midstream.tree import map_objects
 
 RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
 _PLANE_BYTES = 256
@@ -123,6 +134,22 @@ def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
     """The values that the request saved: a dict, or a list of dicts for n > 1."""
     each = [saves_of(own, edits) for own, *edits in samples]
     return each[0] if len(each) == 1 else each or {}
+
+
+def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | None:
+    """Replace `tracer.result` in saved values by the request's output. Returns the error for a part that the output lacks."""
+    failed: list[MidstreamError] = []
+
+    def found(result: Result) -> Any:
+        try:
+            return result.of(output)
+        except MidstreamError as error:
+            failed.append(error)
+            return None
+
+    for each in outcomes:
+        each.values = map_objects(each.values, Result, found)
+    return failed[0] if failed else None
 
 
 def raise_failures(results: list[InvokeResult]) -> None:

@@ -29,11 +29,10 @@ from midstream.runtime.request import StepEnds, TraceRequest
 from midstream.runtime.sending import Reports
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
-from midstream.trace.code import TraceProgram
+from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS, Calling
 from midstream.trace.interleaver import BehindStep, Interleaver
-from midstream.trace.outcome import Failure, Outcome, outcome
 from midstream.trace.rows import BatchLayout, FlatRows
 from midstream.trace.shipping import unship
 from midstream.trace.tracer import BodyTracer

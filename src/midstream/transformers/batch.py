@@ -29,7 +29,7 @@ from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
 from midstream.plan.values import not_finite
 from midstream.requests.arguments import FORWARD_ARGUMENTS
-from midstream.requests.invokes import Invoke, InvokeResult, PreparedPlan, saves_of
+from midstream.requests.invokes import Invoke, InvokeResult, PreparedPlan, put_results, saves_of
 from midstream.runtime.knockouts import attend_again
 from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.scores import RequestScores, StepScores
@@ -38,9 +38,8 @@ from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
 from midstream.trace.body import Body, StopTrace, is_in_body
-from midstream.trace.code import TraceProgram
+from midstream.trace.code import STOPPED, Outcome, TraceProgram, outcome
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.outcome import STOPPED, Outcome, outcome, put_results
 from midstream.trace.rows import BatchRows
 
 _SAMPLING = set(

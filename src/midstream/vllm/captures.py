@@ -25,7 +25,7 @@ from midstream.errors import (
 from midstream.lowering.client_traces import Ending
 from midstream.requests.invokes import PreparedPlan
 from midstream.runtime.request import users_id
-from midstream.trace.outcome import Outcome
+from midstream.trace.code import Outcome
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import ResultHeader
 

@@ -28,8 +28,8 @@ from midstream.errors import (
 from midstream.plan.probes import Scores, chunks_of, rows_end, stopping
 from midstream.ranks.merge import merged_outcomes
 from midstream.requests.arguments import Answers
-from midstream.requests.invokes import InvokeResult, Item, OutputStream, sample_saves
-from midstream.trace.outcome import STOPPED, Outcome, put_results
+from midstream.requests.invokes import InvokeResult, Item, OutputStream, put_results, sample_saves
+from midstream.trace.code import STOPPED, Outcome
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import ResultHeader
 from midstream.vllm.captures import RESULT_SECONDS, sample_index
