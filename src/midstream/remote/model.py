@@ -50,7 +50,7 @@ from midstream.sweeps.events import Event, Outline, decode_event
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.shipping import ShippedCode
-from midstream.transport.wire import MessageReader
+from midstream.transport.data import MessageReader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
 # While it computes, a server sends a sign of life every few seconds.
