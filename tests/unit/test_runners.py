@@ -16,12 +16,11 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from midstream.engine import graphs as recording_module
 from midstream.engine import launch
-from midstream.engine import recording as recording_module
 from midstream.engine import runners as runners_module
-from midstream.engine.graphs import SiteOp, StepMode
+from midstream.engine.graphs import Kernel, SiteOp, StepMode
 from midstream.engine.plugin import ProcessEnd
-from midstream.engine.recording import Kernel
 from midstream.engine.runners import V1Runner, V2Runner, Watch, keeping_from_graphs
 from midstream.engine.scheduler import _Rules
 from midstream.engine.seams import Role

@@ -26,10 +26,9 @@ from midstream.arch import Architecture, detect, split_heads, unknown_logits
 from midstream.arch.aliases import Aliases
 from midstream.arch.heads import why_not_again
 from midstream.engine.adapters import Adapters
-from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
+from midstream.engine.graphs import NOTHING, Acting, EagerKernels, Kernel, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
 from midstream.engine.plugin import apply_replacements, follow_parent, raise_if_ending
-from midstream.engine.recording import NOTHING, Acting, Kernel
 from midstream.engine.runners import Host, Watch, adapt_runner
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError

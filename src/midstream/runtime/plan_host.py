@@ -253,7 +253,7 @@ class PlanHost:
             off_graph |= part.off_graph
             acting |= part.sites
             programs |= part.programs
-        self.acting = frozenset(acting).union(self.tables.recordable(programs))
+        self.acting = frozenset(acting).union(self.tables.recordable(programs) if programs else ())
         for site in off_graph:
             self.hooks.warn_once(site)
         self.step_is_planned |= self._cutting

@@ -48,6 +48,11 @@ def users_id(engine_id: str) -> str:
     return _SUFFIX.sub("", engine_id)
 
 
+def sample_index(request_id: str, samples: int) -> int:
+    """The number of a sample: vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
+    return int(request_id.partition("_")[0]) if samples > 1 else 0
+
+
 def _carried(sampling_params: Any) -> Any:
     return (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
 

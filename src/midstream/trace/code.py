@@ -21,9 +21,9 @@ import torch
 
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
-from midstream.trace.body import Body, StopTrace, current_body
+from midstream.trace.body import Body, StopTrace, current_body, save
 from midstream.trace.saves import attributes_of, contents, is_container, reached, variables_of
-from midstream.trace.tracer import BodyTracer, backward, save, steps_of
+from midstream.trace.tracer import BodyTracer, backward, steps_of
 from midstream.tree import map_tensors
 
 RETURNED = "return"  # the name of a function's return value among the saved values
@@ -223,6 +223,32 @@ def plain_function(fn: Any) -> Any:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
+
+
+class StandingEdit(TraceProgram):
+    """A program that runs in every step of every request, or once for each request if it iterates over the steps itself.
+
+    Attributes:
+        has_name: whether requests can exclude it by its name.
+    """
+
+    is_standing = True
+
+    def __init__(self, program: TraceProgram, has_name: bool) -> None:
+        self.program, self.has_name = program, has_name
+
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
+        """The values that it saved; a list with one for each step, if a name was saved in several."""
+        saved: dict[str, list[Any]] = {}
+        body, step = current_body(), 0
+        while not body.has_iterated and body.wait_for_step(step):
+            for name, value in self.program.run(model, {}).values.items():
+                saved.setdefault(name, []).append(value)
+            step += 1
+        return Found({name: values if len(values) > 1 else values[0] for name, values in saved.items()})
+
+    def recover(self, error: BaseException, body: Any) -> Found:
+        return Found()
 
 
 # Outcomes.
