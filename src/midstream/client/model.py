@@ -16,12 +16,11 @@ from typing import Any, Literal, Self, overload
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.capture.listing import Listing
-from midstream.capture.loading import Asked
-from midstream.client.activations import Activations
+from midstream.capture.loading import Activations, Asked
 from midstream.client.collecting import Collection, Estimate
 from midstream.client.tracing import EditContext, Session, Tracer, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
-from midstream.lowering.functions import with_programs
+from midstream.lowering.rowwise import with_programs
 from midstream.plan import fields
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar

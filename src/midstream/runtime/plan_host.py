@@ -26,6 +26,7 @@ from midstream.runtime.planned import (
     PlannedRequest,
     RequestTable,
     RunRow,
+    Sources,
     rows_of_page,
 )
 from midstream.runtime.points import Pipeline, PointHooks
@@ -33,7 +34,7 @@ from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest, RequestEnd
 from midstream.runtime.scores import RequestScores, ScoreLink, StepScores
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
-from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
+from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite
 from midstream.trace.rows import BatchLayout
