@@ -20,6 +20,7 @@ from midstream.capture.loading import Activations, Asked
 from midstream.client.collecting import Collection, Estimate
 from midstream.client.tracing import EditContext, Session, Tracer, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
+from midstream.hooks import is_in_body
 from midstream.lowering.rowwise import with_programs
 from midstream.plan import fields
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
@@ -43,7 +44,6 @@ from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import SweepRun, SweepStream
-from midstream.trace.body import is_in_body
 from midstream.trace.code import RETURNED, FunctionProgram, StandingEdit, TraceProgram
 from midstream.trace.envoy import inside
 

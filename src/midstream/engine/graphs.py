@@ -48,7 +48,6 @@ from midstream import hooks
 from midstream.arch import Architecture
 from midstream.engine.plugin import Replacement
 from midstream.sites import Binding, Point
-from midstream.trace.body import is_in_body
 from midstream.tree import follow
 
 _log = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class SiteOp:
 
 
 def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName) -> None:
-    if is_in_body():  # a trace's code calls a layer on a value of its own
+    if hooks.is_in_body():  # a trace's code calls a layer on a value of its own
         return
     if SiteOp.seen is not None:
         SiteOp.seen.add(int(point.value))

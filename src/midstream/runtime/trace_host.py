@@ -21,6 +21,7 @@ from midstream.errors import (
     TraceError,
     TracesNotAllowedError,
 )
+from midstream.hooks import is_in_body
 from midstream.plan.running import hold
 from midstream.ranks.link import Fetch
 from midstream.ranks.stages import Stages
@@ -28,7 +29,7 @@ from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
 from midstream.runtime.request import StepEnds, TraceRequest
 from midstream.runtime.sending import Reports
 from midstream.sites import Key, NotFinite, Point, point_name
-from midstream.trace.body import Body, Randomness, is_in_body
+from midstream.trace.body import Body, Randomness
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS, Calling

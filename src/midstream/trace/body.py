@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
+from midstream.hooks import CURRENT, is_in_body
 from midstream.sites import Key, point_name
 from midstream.trace.forward import STEP_START, Forward
 from midstream.trace.parallel import CALL, Origin, StageValue
@@ -33,7 +34,6 @@ from midstream.trace.saves import Saves, refuse
 from midstream.trace.visit import Journal, Visit
 from midstream.tree import leaves, memory_of
 
-CURRENT: ContextVar[Body] = ContextVar("midstream_body")
 # The function that `save` calls in the code around invokes or traces, which runs in the caller's process.
 SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 BARRIER: Key = ("", "barrier")
@@ -42,17 +42,12 @@ FETCH: Key = ("", "fetch")
 
 def current_body() -> Body:
     """The running trace. Raises TraceError outside of traces."""
-    body = CURRENT.get(None)
+    body: Body | None = CURRENT.get(None)
     if body is None:
         raise TraceError(
             "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
         )
     return body
-
-
-def is_in_body() -> bool:
-    """Whether a trace's code is running, and not the forward's."""
-    return CURRENT.get(None) is not None
 
 
 def save(value: Any) -> Any:

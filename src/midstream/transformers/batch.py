@@ -37,7 +37,7 @@ from midstream.runtime.store import RunStore
 from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
-from midstream.trace.body import Body, StopTrace, is_in_body
+from midstream.trace.body import Body, StopTrace
 from midstream.trace.code import STOPPED, Outcome, TraceProgram, outcome
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.rows import BatchRows
@@ -657,7 +657,7 @@ class BatchPlans:
         z_BTNE: torch.Tensor,
     ) -> torch.Tensor:
         """The outputs of a layer's attention without the edges that plans cut."""
-        if not self._is_running or is_in_body():
+        if not self._is_running or hooks.is_in_body():
             return z_BTNE
         keys = k_BKSD.shape[2]
         for row, request in enumerate(self._requests):
