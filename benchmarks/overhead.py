@@ -323,7 +323,8 @@ def run_stock(
 
 
 def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Run:
-    from midstream.requests.invokes import Invoke, plans_of
+    from midstream.requests.arguments import plans_of
+    from midstream.requests.invokes import Invoke
     from midstream.trace.code import FunctionProgram
 
     prompts = load.prompts()

@@ -70,7 +70,7 @@ SECTIONS = {
         ("midstream.capture.directory:Store", "store", "failed refresh loader to_arrow"),
         ("midstream.capture.loading:Loader", "loader", "state_dict load_state_dict"),
         ("midstream.capture.loading:Batch", "batch", ""),
-        ("midstream.client.activations:Activations", "activations", "close"),
+        ("midstream.capture.loading:Activations", "activations", "close"),
         ("midstream.ray:collect", "", ""),
         ("midstream.features:max_activating", "", ""),
         ("midstream.features:FeatureExamples", "examples", "top_tokens to_dataframe"),

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from midstream.remote.model import Remote
     from midstream.sae import SAE
     from midstream.sweeps.results import SweepResult
-    from midstream.trace.tracer import backward, save
+    from midstream.trace.body import save
+    from midstream.trace.tracer import backward
     from midstream.transformers.model import LanguageModel
     from midstream.vllm.model import VLLM
 

@@ -4,19 +4,22 @@
     handle = after(module, lambda output: ...)          # returns a new output, or None to keep it
     handle.remove()
 
-`torch.compile` traces hooks of `before` and `after` into the compiled forward, provided that it can trace the given function.
+`torch.compile` traces hooks of `before` and `after` into the compiled forward, provided that it can trace the given function. A trace's
+code also calls modules, on values of its own. Hooks that are about the forward's values ask `is_in_body`, and leave such calls alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import nn
 
 Before = Callable[[Any, Any], Any]
 After = Callable[[Any], Any]
+CURRENT: ContextVar[Any] = ContextVar("midstream_body")  # the `trace.body.Body` whose code is running
 
 
 class Handle(Protocol):
@@ -52,6 +55,11 @@ def after_call(module: nn.Module, see: Callable[[Any, Any, Any], Any]) -> Handle
         return see(args, kwargs, output)
 
     return module.register_forward_hook(hook, with_kwargs=True)
+
+
+def is_in_body() -> bool:
+    """Whether a trace's code is running, and not the forward's."""
+    return CURRENT.get(None) is not None
 
 
 def skips_hooks(module: nn.Module) -> bool:

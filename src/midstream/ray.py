@@ -43,8 +43,7 @@ from midstream.commands.collect import start_model
 from midstream.errors import CaptureError, EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.plan.vectors import digest
-from midstream.requests.invokes import AdapterArgument, adapter_in, sampling
-from midstream.requests.prompts import Prompt, prompts_of
+from midstream.requests.arguments import AdapterArgument, Prompt, adapter_in, prompts_of, sampling
 
 _log = logging.getLogger(__name__)
 JOB = "ray.json"  # in the directory: what was collected there, for a driver that has no engine to ask

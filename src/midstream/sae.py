@@ -23,13 +23,13 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.plan import fields
+from midstream.plan.building import StepWriter
 from midstream.plan.ops import Apply, Steer
 from midstream.plan.ops.edit import Intervention
 from midstream.plan.probes import MAX_CLASSES, Probe
 from midstream.plan.program import HELD_BYTES
 from midstream.plan.running import run, unpacked
 from midstream.plan.steps import INPUT, Constant, DType, Ref
-from midstream.plan.writing import StepWriter
 from midstream.sites import hook_of, point_of_hook
 
 METHODS = ("capture", "steer", "clamp", "ablate")

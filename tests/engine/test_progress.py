@@ -65,7 +65,8 @@ def test_a_collection_of_several_parts_has_one_bar(
 def test_requests_are_counted_as_they_end(model: Any) -> None:
     from midstream import Steer
     from midstream.plan.values import Plan
-    from midstream.requests.invokes import Invoke, sampling
+    from midstream.requests.arguments import sampling
+    from midstream.requests.invokes import Invoke
 
     plan = Plan.of(Steer("resid_post", layers=0, vector=[0.0] * model.hidden_size))
     ended: list[int] = []

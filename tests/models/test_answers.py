@@ -5,7 +5,7 @@ import torch
 
 from midstream import Patch
 from midstream.errors import PromptError, TraceError
-from midstream.requests.invokes import answers_of
+from midstream.requests.arguments import answers_of
 
 PROMPTS = ["The capital of France is", "The capital of Italy is"]
 GREEDY = {"max_tokens": 1, "temperature": 0.0}

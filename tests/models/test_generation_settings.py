@@ -16,7 +16,7 @@ from oracle import close
 
 from midstream import VLLM, LanguageModel, demo_model
 from midstream.errors import ParameterError
-from midstream.requests.invokes import sampling
+from midstream.requests.arguments import sampling
 
 PARIS = "The capital of France is"
 OWN = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.3}

@@ -32,10 +32,10 @@ from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
 from midstream.plan.vectors import Zeros
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
+from midstream.trace.body import SAVE_ABOVE
 from midstream.trace.code import RETURNED, FunctionProgram, TraceProgram
 from midstream.trace.record import Model
 from midstream.trace.shipping import ship
-from midstream.trace.tracer import SAVE_ABOVE
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 8, 5, 20
 # Each site's module within its layer, whether it is the input or the output, and where the value lies there.

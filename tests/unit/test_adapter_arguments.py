@@ -9,7 +9,7 @@ import pytest
 
 from midstream import LanguageModel
 from midstream.errors import ParameterError
-from midstream.requests.invokes import adapter_alone, adapter_in, adapters_of
+from midstream.requests.arguments import adapter_alone, adapter_in, adapters_of
 from midstream.requests.vectors_and_runs import LoadedAdapters
 
 

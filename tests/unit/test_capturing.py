@@ -19,7 +19,7 @@ from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.captures import Planes
 from midstream.plan.values import Capture, ModelFacts, Plan
 from midstream.requests.invokes import InvokeResult, PreparedPlan
-from midstream.trace.outcome import Outcome
+from midstream.trace.code import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
 from midstream.transport.wire import ResultHeader

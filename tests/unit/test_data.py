@@ -1,4 +1,4 @@
-"""Values as data (`transport.codec`): what comes out is what went in, no code runs, and nothing but messages is taken."""
+"""Values as data (`transport.data`): what comes out is what went in, no code runs, and nothing but messages is taken."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from limits import examples
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError
-from midstream.transport.codec import SentTensors, pack
-from midstream.transport.wire import MessageReader, message_chunks
+from midstream.transport.data import MessageReader, message_chunks, pack_data
+from midstream.transport.wire import SentTensors
 
 numbers = (
     st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats(allow_nan=False) | st.text(max_size=9)
@@ -39,7 +39,7 @@ values = st.recursive(
 
 
 def written(value: Any, stream: SentTensors) -> bytes:
-    return b"".join(message_chunks(pack(value, stream, as_data=True)))
+    return b"".join(message_chunks(pack_data(value, stream)))
 
 
 def through(*sent: Any, size: int = 1 << 20) -> list[Any]:

@@ -12,12 +12,11 @@ from recorded import LENGTH, MODEL, V, captured, checked, found, lowered
 
 import midstream
 from midstream.capture.rows import Captured
-from midstream.client.model import StandingEdit
 from midstream.errors import CaptureError, NeverReachedError
 from midstream.lowering.tiers import Tier
 from midstream.plan.running import run
-from midstream.trace.code import RETURNED, FunctionProgram
-from midstream.trace.tracer import save
+from midstream.trace.body import save
+from midstream.trace.code import RETURNED, FunctionProgram, StandingEdit
 
 LISTED, WIDTH = [0, 2], len(V)
 LAST, EACH_LAST = ["last_prompt"], ["last_prompt", "all_generated"]

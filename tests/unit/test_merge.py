@@ -20,8 +20,10 @@ from limits import examples
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.ranks import merge
 from midstream.ranks.merge import Absent, merged_outcomes
-from midstream.trace.outcome import Failure, Outcome
+from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Cache, CacheEntry
+from midstream.transport.wire import ResultHeader
+from midstream.vllm.stream import merge_stages
 
 
 class Pair(NamedTuple):
@@ -365,4 +367,5 @@ def test_an_edit_that_failed_on_one_stage_is_reported_beside_the_trace() -> None
 def test_one_stage_is_left_as_it_is() -> None:
     """C9: without pipeline stages nothing is merged."""
     outcomes = [made({"a": object()})]
-    assert merged_outcomes([outcomes]) is outcomes
+    (found,) = merge_stages([(ResultHeader(("mailbox", 0), "r", True, 0), outcomes)], 1)
+    assert found is outcomes

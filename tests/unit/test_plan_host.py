@@ -22,14 +22,13 @@ from midstream.plan.captures import Plane, Planes
 from midstream.plan.compile import compile_plan
 from midstream.plan.selections import Selector
 from midstream.plan.values import ModelFacts
-from midstream.runtime import loaded_plans, planned, tables
 from midstream.runtime import plan_host as host
+from midstream.runtime import planned, tables
 from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import Pipeline, PointHooks, points_of
-from midstream.runtime.request import PlanRequest, packed
+from midstream.runtime.request import PlanRequest, RequestEnd, packed
 from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
-from midstream.runtime.step import RequestEnd
 from midstream.runtime.store import make_run
 from midstream.runtime.tables import DeviceTables, RowProfiles
 from midstream.runtime.torch_tables import TorchTables
@@ -305,7 +304,7 @@ def test_hooks_are_off_between_steps_and_on_again_in_steps_that_repeat(compiles)
 
 def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     """Beyond the bound the one that has rested longest goes."""
-    monkeypatch.setattr(loaded_plans, "_IDLE", 3)
+    monkeypatch.setattr(planned, "_IDLE", 3)
     made = []
     make = steps.host._loaded._make
     monkeypatch.setattr(
@@ -349,7 +348,7 @@ def test_images_at_rest_are_bounded_by_the_profiles_that_they_have(steps, monkey
     steps.step({"a": [Patch("resid_post", layer=0, position=p, source=[float(p)] * WIDTH) for p in range(3)]})
     (loaded,) = steps.host._loaded._loaded.values()
     assert loaded.profile_count == 3 and loaded.size >= 3 * len(steps.tables.points) * tables.ENTRY_WORDS * 8
-    monkeypatch.setattr(loaded_plans, "_IDLE_BYTES", loaded.size - 1)
+    monkeypatch.setattr(planned, "_IDLE_BYTES", loaded.size - 1)
     steps.step(finished=["a"])
     assert not steps.host._loaded._idle and not steps.tables.profiles
 

@@ -34,10 +34,10 @@ from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
 from midstream.runtime.request import (  # noqa: E402
     PlanRequest,
+    StepEnds,
     TraceRequest,
     packed,
 )
-from midstream.runtime.step import StepEnds  # noqa: E402
 from midstream.settings import Settings  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100

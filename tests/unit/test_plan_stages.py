@@ -27,10 +27,11 @@ from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.ops.edit import point_of
 from midstream.plan.values import Named, RecordedRun
 from midstream.requests.vectors_and_runs import Runs, run_now
+from midstream.runtime.planned import Sources
 from midstream.runtime.points import Pipeline
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.runtime.sending import LocalSinks
-from midstream.runtime.store import Run, RunStore, Sources
+from midstream.runtime.store import Run, RunStore
 
 WIDTH, LAYERS, LENGTH = 4, 6, 5
 POINTS = [(site, layer) for site in ("resid_post", "mlp_out") for layer in range(LAYERS)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from midstream.errors import PromptError
-from midstream.requests.prompts import encode, prompts_of
+from midstream.requests.arguments import encode, prompts_of
 
 
 def no_tokenizer() -> Any:

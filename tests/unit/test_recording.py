@@ -20,9 +20,8 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import LayerName
 
-from midstream.engine import recording as module
-from midstream.engine.graphs import SiteOp, _site
-from midstream.engine.recording import ActingGraphs, Kernel, PiecewiseGraphs
+from midstream.engine import graphs as module
+from midstream.engine.graphs import ActingGraphs, Kernel, PiecewiseGraphs, SiteOp, _site
 
 CONTEXT = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor="batch", capturing=False)
 

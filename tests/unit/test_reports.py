@@ -12,7 +12,7 @@ import torch
 from midstream.errors import UnsendableError
 from midstream.runtime.request import TraceRequest
 from midstream.runtime.sending import _SMALL_BYTES, _TOGETHER_BYTES, Reports
-from midstream.trace.outcome import Failure, Outcome
+from midstream.trace.code import Failure, Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
 

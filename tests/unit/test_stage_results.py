@@ -23,7 +23,7 @@ from midstream.ranks.merge import Absent
 from midstream.requests.invokes import InvokeResult, raise_failures
 from midstream.runtime.request import users_id
 from midstream.runtime.sending import LocalSinks
-from midstream.trace.outcome import Failure, Outcome
+from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender

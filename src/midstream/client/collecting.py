@@ -27,14 +27,14 @@ from midstream.capture.consumers import Collected
 from midstream.capture.directory import Store, remove_orphans
 from midstream.capture.listing import Listing, digest_of
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
-from midstream.lowering.functions import with_programs
+from midstream.lowering.rowwise import with_programs
 from midstream.plan import fields
 from midstream.plan.selections import Without
 from midstream.plan.values import Capture, Consumer, Plan, has_spans, resolve_spans, with_digests
 from midstream.plan.vectors import digest
 from midstream.progress import Bar
+from midstream.requests.arguments import Prompt, encode, offsets_of
 from midstream.requests.invokes import Invoke, Planner, PreparedPlan
-from midstream.requests.prompts import Prompt, encode, offsets_of
 
 _log = logging.getLogger(__name__)
 PART = 4096  # prompts submitted at a time; memory held for a prompt is freed with its part

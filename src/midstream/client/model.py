@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import dis
 import sys
 import uuid
-import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, overload
@@ -16,102 +16,36 @@ from typing import Any, Literal, Self, overload
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.capture.listing import Listing
-from midstream.capture.loading import Asked
-from midstream.client.activations import Activations
+from midstream.capture.loading import Activations, Asked
 from midstream.client.collecting import Collection, Estimate
-from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
+from midstream.client.tracing import EditContext, Session, Tracer, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
-from midstream.lowering.functions import with_programs
+from midstream.hooks import is_in_body
+from midstream.lowering.rowwise import with_programs
 from midstream.plan import fields
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests.invokes import (
+from midstream.requests.arguments import (
     AdapterArgument,
     Answers,
-    Invoke,
-    InvokeResult,
-    Planner,
-    RecordAs,
+    Prompt,
     adapter_alone,
     adapter_in,
     adapters_of,
     answers_of,
     plans_of,
-    raise_failures,
+    prompt_in,
+    prompts_of,
     sampling,
 )
-from midstream.requests.prompts import Prompt, prompt_in, prompts_of
-from midstream.requests.streams import OutputStream
+from midstream.requests.invokes import Invoke, InvokeResult, OutputStream, Planner, RecordAs, raise_failures
 from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import SweepRun, SweepStream
-from midstream.trace.block import Block
-from midstream.trace.body import current_body, is_in_body
-from midstream.trace.code import RETURNED, BlockProgram, Found, FunctionProgram, TraceProgram
+from midstream.trace.code import RETURNED, FunctionProgram, StandingEdit, TraceProgram
 from midstream.trace.envoy import inside
-from midstream.trace.tracer import BodyTracer
-
-
-class StandingEdit(TraceProgram):
-    """A program that runs in every step of every request, or once for each request if it iterates over the steps itself.
-
-    Attributes:
-        has_name: whether requests can exclude it by its name.
-    """
-
-    is_standing = True
-
-    def __init__(self, program: TraceProgram, has_name: bool) -> None:
-        self.program, self.has_name = program, has_name
-
-    def run(self, model: Any, shared: dict[str, Any]) -> Found:
-        """The values that it saved; a list with one for each step, if a name was saved in several."""
-        saved: dict[str, list[Any]] = {}
-        body, step = current_body(), 0
-        while not body.has_iterated and body.wait_for_step(step):
-            for name, value in self.program.run(model, {}).values.items():
-                saved.setdefault(name, []).append(value)
-            step += 1
-        return Found({name: values if len(values) > 1 else values[0] for name, values in saved.items()})
-
-    def recover(self, error: BaseException, body: Any) -> Found:
-        return Found()
-
-
-class EditContext(BlockContext):
-    """`with model.edit() as edited:`, a block that runs for every request of the view `edited`, or of the model if `inplace`."""
-
-    def __init__(self, model: TraceModel, name: str | None, inplace: bool) -> None:
-        super().__init__()
-        self._model, self._inplace = model, inplace
-        self._name, self._has_name = name or f"edit-{next(_EDITS)}", name is not None
-        self._view = model._edited_view(self._name)
-
-    def _bound(self, block: Block) -> Any:
-        if isinstance(block.target, tuple):
-            if len(block.target) != 2:
-                raise TraceError("The target of an edit is one name, or two: `with model.edit() as (tracer, edited):`.")
-            self._inplace = self._inplace or self._model.has_engine
-            return BodyTracer(), self._view
-        if block.target is None and not self._inplace:
-            raise TraceError(
-                "model.edit() makes an edited view of the model: write `with model.edit() as edited:` and use `edited`; or "
-                "`with model.edit(inplace=True):` to edit the model itself."
-            )
-        return BodyTracer() if self._inplace else self._view
-
-    def _captured(self, block: Block, frame: FrameType) -> None:
-        names = (block.target,) if isinstance(block.target, str) else block.target or ()
-        bound = self._bound(block)
-        injected = dict(zip(names, bound if isinstance(bound, tuple) else (bound,), strict=False))
-        edit = StandingEdit(BlockProgram(block, injected), self._has_name)
-        if self._name in self._model.edits:
-            text = f"This edit takes the place of the one called {self._name!r}. Give it another name to have both."
-            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
-        for model in (self._view, self._model) if self._inplace else (self._view,):
-            model.edits[self._name] = edit
 
 
 def _result(model: Any, tracer: Any) -> Any:
@@ -132,9 +66,6 @@ def loading_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ParameterError("torch_dtype is another name of dtype; give one of them.")
         given["dtype"] = given.pop("torch_dtype")
     return given
-
-
-_EDITS = itertools.count(1)  # numbers of edits without a name
 
 
 def _refuse_in_trace(name: str) -> None:
@@ -427,7 +358,7 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("generate")
         prompts, params = prompt_in(prompts, params)
-        if in_with_header(sys._getframe(1)):
+        if _in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits), progress)  # type: ignore[arg-type]
@@ -956,3 +887,10 @@ class TraceModel(Sizes):
             raise TraceError(f"There is no edit {name!r}; there are: {', '.join(self.edits) or 'none'}.")
         for gone in [name] if name is not None else list(self.edits):
             del self.edits[gone]
+
+
+def _in_with_header(frame: FrameType) -> bool:
+    """Whether a with-statement enters the result of the call that `frame` is making."""
+    opcodes = frame.f_code.co_code[frame.f_lasti + 2 :: 2]
+    after = list(islice((dis.opname[opcode] for opcode in opcodes if opcode != dis.opmap["CACHE"]), 2))
+    return after[:1] in (["BEFORE_WITH"], ["LOAD_SPECIAL"]) or after == ["COPY", "LOAD_SPECIAL"]

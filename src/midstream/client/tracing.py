@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count
 from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
-from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sampling
-from midstream.requests.prompts import Prompt, prompt_in, prompts_of
+from midstream.requests.arguments import Prompt, prompt_in, prompts_of, sampling
+from midstream.requests.invokes import Invoke, InvokeResult, raise_failures
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, code_of
+from midstream.trace.body import SAVE_ABOVE
+from midstream.trace.code import BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
-from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
+from midstream.trace.tracer import Barrier, BodyTracer, backward, steps_of
 
+_EDITS = count(1)  # numbers of edits without a name
 _MUTATED_IN_ENGINE = (
     "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
     "values, `x.save()`: a list or dict comes back with the saved values in it. Or save all of it, `{name}.save()` in the trace."
@@ -126,6 +127,40 @@ class InvokeContext(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         self._invoke.is_elsewhere = not self._tracer.is_run_by(frame)
         self._tracer.add(self._invoke, block)
+
+
+class EditContext(BlockContext):
+    """`with model.edit() as edited:`, a block that runs for every request of the view `edited`, or of the model if `inplace`."""
+
+    def __init__(self, model: Any, name: str | None, inplace: bool) -> None:
+        super().__init__()
+        self._model, self._inplace = model, inplace
+        self._name, self._has_name = name or f"edit-{next(_EDITS)}", name is not None
+        self._view = model._edited_view(self._name)
+
+    def _bound(self, block: Block) -> Any:
+        if isinstance(block.target, tuple):
+            if len(block.target) != 2:
+                raise TraceError("The target of an edit is one name, or two: `with model.edit() as (tracer, edited):`.")
+            self._inplace = self._inplace or self._model.has_engine
+            return BodyTracer(), self._view
+        if block.target is None and not self._inplace:
+            raise TraceError(
+                "model.edit() makes an edited view of the model: write `with model.edit() as edited:` and use `edited`; or "
+                "`with model.edit(inplace=True):` to edit the model itself."
+            )
+        return BodyTracer() if self._inplace else self._view
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        names = (block.target,) if isinstance(block.target, str) else block.target or ()
+        bound = self._bound(block)
+        injected = dict(zip(names, bound if isinstance(bound, tuple) else (bound,), strict=False))
+        edit = StandingEdit(BlockProgram(block, injected), self._has_name)
+        if self._name in self._model.edits:
+            text = f"This edit takes the place of the one called {self._name!r}. Give it another name to have both."
+            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        for model in (self._view, self._model) if self._inplace else (self._view,):
+            model.edits[self._name] = edit
 
 
 class Tracer(BlockContext):
@@ -424,10 +459,3 @@ def _callers_object(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
     if block is not None and name not in block.assigned and name in (outside := block.outside):
         return outside[name]
     return above.get(name) if not invoke.is_elsewhere else None
-
-
-def in_with_header(frame: FrameType) -> bool:
-    """Whether a with-statement enters the result of the call that `frame` is making."""
-    opcodes = frame.f_code.co_code[frame.f_lasti + 2 :: 2]
-    after = list(islice((dis.opname[opcode] for opcode in opcodes if opcode != dis.opmap["CACHE"]), 2))
-    return after[:1] in (["BEFORE_WITH"], ["LOAD_SPECIAL"]) or after == ["COPY", "LOAD_SPECIAL"]

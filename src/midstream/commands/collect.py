@@ -25,7 +25,7 @@ import midstream  # loads its names when they are used
 from midstream.client.model import TraceModel
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Capture, Plan
-from midstream.requests.prompts import Prompt, is_chat
+from midstream.requests.arguments import Prompt, is_chat
 
 COLUMNS = ("text", "prompt", "messages", "token_ids")  # where a prompt is looked for
 

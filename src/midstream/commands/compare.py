@@ -27,7 +27,7 @@ from midstream.bundled import demo_model
 from midstream.client.model import TraceModel
 from midstream.errors import ArchitectureError, InterventionErrorGroup, MidstreamError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.tracer import save
+from midstream.trace.body import save
 
 PROMPTS = (
     "The Eiffel Tower is in the city of",

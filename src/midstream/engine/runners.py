@@ -23,17 +23,17 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from midstream import hooks
 from midstream.arch.probe import planted_embedding
-from midstream.engine.graphs import StepMode
-from midstream.engine.plugin import Replacement, apply_replacements
-from midstream.engine.recording import (
+from midstream.engine.graphs import (
     ENTRIES,
     NOTHING,
     Acting,
     ActingGraphs,
     Kernel,
     PiecewiseGraphs,
+    StepMode,
     remembering_streams,
 )
+from midstream.engine.plugin import Replacement, apply_replacements
 from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
 from midstream.runtime.plan_host import PlanHost

@@ -31,8 +31,7 @@ from midstream.engine.plugin import Replacement, apply_replacements, follow_pare
 from midstream.engine.prefix_cache import AcceptedPlans, EditedBlocks, holding_back, rekey, remember
 from midstream.engine.seams import Role
 from midstream.plan.probes import ScoreChunk
-from midstream.runtime.request import TraceRequest, changes_kv
-from midstream.runtime.step import RequestEnd, StepEnds
+from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest, changes_kv
 from midstream.settings import NAME, Settings, is_ours
 
 _RETRY_SECONDS = 0.02  # until traced requests that could not begin try again

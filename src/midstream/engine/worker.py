@@ -26,10 +26,9 @@ from midstream.arch import Architecture, detect, split_heads, unknown_logits
 from midstream.arch.aliases import Aliases
 from midstream.arch.heads import why_not_again
 from midstream.engine.adapters import Adapters
-from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
+from midstream.engine.graphs import NOTHING, Acting, EagerKernels, Kernel, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
 from midstream.engine.plugin import apply_replacements, follow_parent, raise_if_ending
-from midstream.engine.recording import NOTHING, Acting, Kernel
 from midstream.engine.runners import Host, Watch, adapt_runner
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
@@ -41,13 +40,13 @@ from midstream.runtime.knockouts import AttentionCuts
 from midstream.runtime.plan_host import PlanHost, StepResults
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.programs import InGraph, RecordedPrograms
+from midstream.runtime.request import StepEnds
 from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
-from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.runtime.tables import DeviceTables, Tables, flat
 from midstream.runtime.torch_tables import TorchTables
-from midstream.runtime.trace_host import TraceHost
+from midstream.runtime.trace_host import FindNotFinite, TraceHost
 from midstream.settings import Settings, is_ours
-from midstream.sites import Point, point_name
+from midstream.sites import NotFinite, Point, point_name
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.parallel import ALONE
@@ -82,6 +81,13 @@ def _with_endings(output: Any, endings: StepEnds | None) -> Any:
     if endings is not None:
         output.midstream = endings
     return output
+
+
+def _computed_before(scheduler_output: Any) -> dict[str, int]:
+    """request id -> tokens computed before the step, of its requests."""
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed | {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -141,7 +147,7 @@ class Worker(PlatformWorker):
     _tensor_ranks: TensorParallel | None = None  # the ranks that share each layer with this worker, if there are any
     _adapters: Adapters | None = None  # of the traced requests, if the engine takes adapters
     _is_awake = False  # whether a request with a trace or a plan is alive
-    _rows: FiniteCheck | None = None  # of the current step, if a request in it has edits or a trace
+    _find_not_finite: FindNotFinite | None = None  # of the current step, if a request in it has edits or a trace
     _scores: Callable[[], StepResults] | None = None  # of the current step, if a request in it has probes
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -402,19 +408,39 @@ class Worker(PlatformWorker):
                 SiteOp.edit = None
                 plans.end_step()
         if plans.edits or self.midstream.may_have_written:
-            self._rows = self._rows_of(scheduler_output)
+            self._find_not_finite = self._check_of(scheduler_output)
         self._scores = plans.take_scores()
         return output
 
     @torch.inference_mode()
-    def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:
-        """The check of the step that has just been queued; None if the forward ends on another rank."""
+    def _check_of(self, scheduler_output: Any) -> FindNotFinite | None:
+        """What finds the requests that the queued step made infinite or NaN; None if the forward ends on another rank.
+
+        Such requests end with an error that says where. Other requests never compute with these numbers even without this check: see
+        `engine.prefix_cache`.
+        """
         names, hidden_TH = self._runner.batch()
         if not isinstance(hidden_TH, torch.Tensor):
             return None
-        tables = self.plans.tables
+        tables, scheduled = self.plans.tables, scheduler_output.num_scheduled_tokens
         codes_T, ready = tables.take_overflow(hidden_TH[: scheduler_output.total_num_scheduled_tokens])
-        return FiniteCheck(codes_T, ready, tables.points, names, scheduler_output)
+
+        def find() -> dict[str, NotFinite]:
+            ready()
+            codes, found, start = codes_T.numpy(), dict[str, NotFinite](), 0
+            if not codes.any():
+                return found
+            computed = _computed_before(scheduler_output)
+            for name in names:
+                rows = codes[start : start + scheduled[name]].tolist()
+                start += scheduled[name]
+                if any(rows):
+                    first = min((code for code in rows if code > 0), default=-1)
+                    point = tables.points[first - 1] if first > 0 else None
+                    found[name] = NotFinite(computed[name] + rows.index(first), point)
+            return found
+
+        return find
 
     def execute_dummy_batch(self) -> None:
         self._runner.prepare(Watch.NOTHING)
@@ -422,10 +448,8 @@ class Worker(PlatformWorker):
 
     def _schedule(self, scheduler_output: Any) -> bool:
         """Tell traces and plans which requests the step has. Returns whether a plan makes the step run uncompiled."""
-        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        new, computed = scheduler_output.scheduled_new_reqs, _computed_before(scheduler_output)
         begun = {r.req_id: (r.sampling_params, r.prompt_token_ids or ()) for r in new}
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {r.req_id: r.num_computed_tokens for r in new}
         scheduled = scheduler_output.num_scheduled_tokens
         finished = set(scheduler_output.finished_req_ids)
         if self._adapters is not None:
@@ -439,20 +463,20 @@ class Worker(PlatformWorker):
         return off_graph
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        if self._rows is None and self._scores is None and self._runner.watched is not Watch.ALL:
+        if self._find_not_finite is None and self._scores is None and self._runner.watched is not Watch.ALL:
             return super().sample_tokens(grammar_output)
-        rows, self._rows = self._rows, None
+        find_not_finite, self._find_not_finite = self._find_not_finite, None
         find_scores, self._scores = self._scores, None
-        self.midstream.finite_check = rows
+        self.midstream.find_not_finite = find_not_finite
         output = super().sample_tokens(grammar_output)
         if self._runner.watched is Watch.ALL:
             raise_if_ending()
         ends, errors = self.midstream.take_ends(), self.plans.take_errors()
-        if output is None or not (ends.stops or ends.done or errors or rows or find_scores):
+        if output is None or not (ends.stops or ends.done or errors or find_not_finite or find_scores):
             return output
 
         def find_endings() -> StepEnds | None:
-            ended = {**self._refusals(rows), **errors} if rows is not None else errors
+            ended = {**self._refusals(find_not_finite()), **errors} if find_not_finite is not None else errors
             scores, probe_stops, failed = find_scores() if find_scores is not None else ({}, {}, {})
             ended = {**ended, **failed}
             if not (ends.stops or ends.done or ended or scores):
@@ -463,9 +487,8 @@ class Worker(PlatformWorker):
             return _ReportingOutput(output, find_endings)
         return _with_endings(output, find_endings())
 
-    def _refusals(self, rows: FiniteCheck) -> dict[str, str]:
+    def _refusals(self, broken: Mapping[str, NotFinite]) -> dict[str, str]:
         """The requests whose values are not finite: request id -> why it ends."""
-        broken = rows.not_finite()
         reasons = {
             name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()
         }

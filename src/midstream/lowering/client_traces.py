@@ -26,8 +26,8 @@ from midstream.plan.building import Builder, StepResult
 from midstream.plan.program import MAX_RESULTS, Program
 from midstream.plan.running import unpacked
 from midstream.sites import Point
+from midstream.trace.code import Outcome
 from midstream.trace.graph import Chain, Value, ancestors, repeats
-from midstream.trace.outcome import Outcome
 from midstream.trace.record import Recording
 from midstream.trace.stand_in import StandIn
 from midstream.tree import as_bits, map_objects, objects_in

@@ -28,9 +28,8 @@ from midstream.plan.program import Program
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
-from midstream.trace.code import TraceProgram
+from midstream.trace.code import Outcome, TraceProgram
 from midstream.trace.graph import StepGraph, Write, repeats
-from midstream.trace.outcome import Outcome
 from midstream.trace.record import Model, Recording
 from midstream.trace.shipping import ShippedCode, ship
 

@@ -1,4 +1,8 @@
-"""Checks programs by running their operations on the meta device, which infers shapes and dtypes without numbers."""
+"""Checks programs by running their operations on the meta device, which infers shapes and dtypes without numbers; and finds their forms.
+
+Programs of one form can run together. They differ only in numbers and small vectors that a bank can hold: arguments of elementwise
+operations, or of products with a vector.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
+from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import (
     ELEMENTWISE,
     RULES,
@@ -24,6 +29,7 @@ from midstream.plan.rowwise import (
     overload,
 )
 from midstream.plan.steps import FLOATS, Const, Constant, DType, Ref, RowCount, Step, written
+from midstream.plan.vectors import digest
 from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
@@ -35,6 +41,10 @@ _TYPES = {
     "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
+# Operations whose second argument may be a number of its own for each row. From integers they may compute floats.
+_WITH_NUMBER = frozenset(
+    f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
+)
 _MOST_KNOWN = 1024
 _known: dict[str, Checked] = {}  # the facts about programs by their structure
 _SLOWER = 16  # the work of an operation in `SLOW`, relative to others
@@ -299,3 +309,90 @@ def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
         ends[end] = ends.get(end, 0) + size
         alive -= ends.pop(number, 0)
     return most
+
+
+# Forms.
+
+
+@dataclass(frozen=True)
+class Form:
+    """The common part of programs that can run together.
+
+    Attributes:
+        key: equal for such programs.
+        slots: (step, argument) -> a number or a constant of the program that may differ between them.
+    """
+
+    key: str
+    slots: dict[tuple[int, int], Any]
+
+
+def form_of(program: Any, results: Sequence[Shaped]) -> Form:
+    """The form of a `Program`, whose module imports this one. `results`: of its steps."""
+    single = [bool(result.rows == 1) for result in results]
+    uses: dict[int, list[tuple[int, int] | None]] = {}
+    slots: dict[tuple[int, int], Any] = {}
+    for number, step in enumerate(program.steps):
+        for place, arg in enumerate((*step.args, *(value for _, value in step.kwargs))):
+            is_direct = place < len(step.args) and single[number]
+            if isinstance(arg, Const):
+                may_differ = is_direct and (
+                    step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
+                )
+                uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
+            elif is_direct and place == 1 and _takes_number(step, arg, results):
+                slots[number, place] = float(arg)
+            for other in objects_in(arg, Const) if isinstance(arg, tuple) else ():
+                uses.setdefault(other.place, []).append(None)
+    for place, where in uses.items():
+        constant = program.constants[place]
+        is_small = (
+            constant.shape
+            and 0 < math.prod(constant.shape) <= program.width
+            and constant.dtype in ("float32", "float16", "bfloat16")
+        )
+        if is_small and None not in where:
+            slots |= {each: Const(place) for each in where if each is not None}
+    return Form(_form_key(program, slots), slots)
+
+
+def _takes_number(step: Step, arg: Any, results: Sequence[Shaped]) -> bool:
+    """Whether each row may have its own number `arg`, in a bank of float32, as a step's second argument. The first argument is floating
+    then.
+    """
+    first, is_number = step.args[0], type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
+    if (
+        not is_number
+        or step.op not in _WITH_NUMBER
+        or step.kwargs
+        or not isinstance(first, Ref)
+        or first.out is not None
+    ):
+        return False
+    return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
+
+
+def _form_key(program: Any, slots: dict[tuple[int, int], Any]) -> str:
+    def said(number: int, place: int, arg: Any) -> Any:
+        slot = slots.get((number, place))
+        if isinstance(slot, Const):
+            constant = program.constants[slot.place]
+            return ["slot", constant.dtype, constant.shape, slot.place]
+        return ["slot"] if slot is not None else told(arg)
+
+    def told(arg: Any) -> Any:
+        if isinstance(arg, Const):
+            return ["constant", program.constants[arg.place].digest]
+        return [told(each) for each in arg] if isinstance(arg, tuple) else written(arg)
+
+    steps = [
+        [
+            step.op,
+            [said(number, place, arg) for place, arg in enumerate(step.args)],
+            [[name, told(arg)] for name, arg in step.kwargs],
+        ]
+        for number, step in enumerate(program.steps)
+    ]
+    return digest(
+        json.dumps([[program.width, *program.inputs], program.dtype, steps, written(program.result)]).encode()
+    )

@@ -15,7 +15,7 @@ from midstream.plan.steps import INPUT, Ref
 from midstream.plan.vectors import Named, Vector, as_vector, as_vector_or_name
 
 if TYPE_CHECKING:
-    from midstream.plan.writing import StepWriter
+    from midstream.plan.building import StepWriter
 
 MAX_PROBES = 64  # of a plan
 MAX_CLASSES = 64
@@ -168,7 +168,7 @@ class Probe(Reading):
     def program_for(self, dtype: str, width: Callable[[str, int], int], vector: Callable[[Named], Any]) -> Program:
         if self.program is not None:
             return self.program
-        from midstream.plan.writing import StepWriter  # imports torch, unlike this module
+        from midstream.plan.building import StepWriter  # imports torch, unlike this module
 
         writer = StepWriter(width(self.site, self.layer), dtype)
         return writer.program(self.written(writer, INPUT, vector), keeps=True)
@@ -288,6 +288,13 @@ class Aggregate:
 STOPPED_BY_PROBE = "probe:"  # the `stop_reason` of a request that a probe has ended, before the probe's name
 # A probe's name, positions (int64), and their scores: float32 [tokens, C], or with indices [tokens, 2 C], the second half int32.
 ScoreChunk = tuple[str, bytes, bytes]
+
+
+class ProbeStop(NamedTuple):
+    """The end of a request by a probe: the position of the token at which it ends, and the `stop_reason`."""
+
+    position: int
+    reason: str
 
 
 def chunks_of(sample: Any) -> Sequence[ScoreChunk]:

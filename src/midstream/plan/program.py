@@ -29,8 +29,7 @@ from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, R
 from midstream.plan.vectors import ByDigest, digest
 
 if TYPE_CHECKING:
-    from midstream.plan.checking import Checked
-    from midstream.plan.forms import Form
+    from midstream.plan.checking import Checked, Form
 
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
@@ -118,7 +117,7 @@ class Program(ByDigest):
     @cached_property
     def form(self) -> Form:
         """The common part of the programs that can run together with it."""
-        from midstream.plan.forms import form_of
+        from midstream.plan.checking import form_of
 
         return form_of(self, self.checked.results)
 

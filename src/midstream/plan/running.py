@@ -1,7 +1,7 @@
 """Runs programs in plain PyTorch, on any device, for rows of many requests at once.
 
-Rows with programs of one form (`plan.forms`) run together: a bank has one entry for each program, with the numbers and vectors that differ
-between programs, and each row gathers its own entry.
+Rows with programs of one form (`plan.checking`) run together: a bank has one entry for each program, with the numbers and vectors that
+differ between programs, and each row gathers its own entry.
 
 Legend: R rows, P programs.
 """

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, StageMismatchWarning
-from midstream.trace.outcome import Outcome
+from midstream.trace.code import Outcome
 from midstream.trace.parallel import Absent
 
 # Two stages may sum in different orders. Their results may differ by this much, relative to the largest entry. A float32 tensor or a
@@ -38,9 +38,7 @@ _NUMBER = 1e-2
 
 
 def merged_outcomes(each: Sequence[list[Outcome]]) -> list[Outcome]:
-    """The outcomes of one request: a list for each stage, in stage order."""
-    if len(each) == 1:
-        return each[0]
+    """The outcomes of one request: a list for each of several stages, in stage order."""
     names = dict.fromkeys(outcome.name for outcomes in each for outcome in outcomes)
     stages = [{outcome.name: outcome for outcome in outcomes} for outcomes in each]
     return [_merged_outcome({s: own[name] for s, own in enumerate(stages) if name in own}) for name in names]

@@ -1,7 +1,7 @@
 """The messages between `Remote` and a server: the client sends one call, and the server sends the outputs as they come.
 
 The call is msgpack. Code in it is pickled; the server loads it only if its operator allows traces. The outputs are data
-(`transport.codec`).
+(`transport.data`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of
 from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
-from midstream.trace.outcome import Failure, Outcome
+from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.transport.codec import NO_MESSAGE, register_data_kind
+from midstream.transport.data import NO_MESSAGE, register_data_kind
 from midstream.tree import map_objects
 
 MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters

@@ -31,18 +31,17 @@ from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, encode, engine_params
 from midstream.requests.invokes import (
-    Answers,
+    Called,
     Invoke,
     InvokeResult,
+    Item,
+    OutputStream,
     PreparedPlan,
-    answers_by_prompt,
-    engine_params,
     has_destinations,
     with_whole_rows,
 )
-from midstream.requests.prompts import Prompt, encode
-from midstream.requests.streams import Called, Item, OutputStream
 from midstream.requests.vectors_and_runs import RunInfo, RunRequest, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.sae import SAE
@@ -51,7 +50,7 @@ from midstream.sweeps.events import Event, Outline, decode_event
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.shipping import ShippedCode
-from midstream.transport.wire import MessageReader
+from midstream.transport.data import MessageReader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
 # While it computes, a server sends a sign of life every few seconds.

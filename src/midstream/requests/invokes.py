@@ -1,16 +1,30 @@
-"""One request as the user asks for it: its plan, checked against the model, its answers, and its result.
+"""One request as the user asks for it: its plan, checked against the model, and its result.
 
-`TraceModel` makes an `Invoke` for each prompt; `Planner` checks its plan; the model runs it and returns an `InvokeResult`.
+`TraceModel` makes an `Invoke` for each prompt; `Planner` checks its plan; the model runs the invokes and returns an `OutputStream`, which
+ends with an `InvokeResult` for each.
+
+async for output in tracer.backend:      # the outputs of all invokes, as they arrive
+    output.saves                         # the values saved so far; all of them once output.finished
+outputs = await tracer.backend           # or only the final outputs, in the order of the invokes; one output for one invoke
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,38 +34,34 @@ from midstream.capture.sinks import RequestCapture, Sinks, destination
 from midstream.errors import (
     InterventionErrorGroup,
     MidstreamError,
-    ParameterError,
     PlanError,
     PromptError,
     RequestErrorGroup,
+    TraceError,
 )
 from midstream.plan.captures import Planes
 from midstream.plan.compile import plane_width, reads_of
-from midstream.plan.ops.edit import changed
 from midstream.plan.selections import NO_POSITIONS
 from midstream.plan.values import (
     Capture,
-    Intervention,
     ModelFacts,
     Plan,
     RecordedRun,
-    Steer,
     check,
     counted_from_0,
     has_spans,
     resolve_spans,
     with_digests,
 )
-from midstream.requests.prompts import Prompt, encode, is_multimodal, offsets_of
+from midstream.requests.arguments import Answers, Prompt, encode, is_multimodal, offsets_of
 from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
-from midstream.trace.code import BlockProgram, TraceProgram
-from midstream.trace.outcome import Outcome
+from midstream.trace.code import BlockProgram, Outcome, TraceProgram
+from midstream.trace.tracer import Result
+from midstream.tree import map_objects
 
-Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
-_log = logging.getLogger(__name__)
 _PLANE_BYTES = 256
 
 
@@ -126,6 +136,22 @@ def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
     return each[0] if len(each) == 1 else each or {}
 
 
+def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | None:
+    """Replace `tracer.result` in saved values by the request's output. Returns the error for a part that the output lacks."""
+    failed: list[MidstreamError] = []
+
+    def found(result: Result) -> Any:
+        try:
+            return result.of(output)
+        except MidstreamError as error:
+            failed.append(error)
+            return None
+
+    for each in outcomes:
+        each.values = map_objects(each.values, Result, found)
+    return failed[0] if failed else None
+
+
 def raise_failures(results: list[InvokeResult]) -> None:
     """Raise the results' error, or a group of their errors; its `outputs` are the outputs of all invokes."""
     failures = {number: errors for number, result in enumerate(results) if (errors := list(result.errors()))}
@@ -164,89 +190,6 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
     return group(text, errors)  # type: ignore[no-any-return]
 
 
-# Sampling parameters.
-
-_ASK_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-# Parameters of other libraries, which have no effect on values.
-_HARMLESS = ("scan", "validate", "return_dict", "pad_token_id")
-_TRANSFORMERS_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "num_return_sequences": "n"}
-# Parameters of transformers' generate -> how to write them here.
-_SPELLED = {
-    "generation_config": "give its values by name, as in temperature=0.6, top_k=20. The model's own are in use already.",
-    "max_length": "give the number of generated tokens, max_tokens=.",
-    "min_new_tokens": "on vLLM write min_tokens=.",
-    "min_length": "on vLLM write min_tokens=, which counts generated tokens.",
-    "eos_token_id": "write stop_token_ids=[...], and ignore_eos=True to continue after the model's own end.",
-    "num_beams": "midstream has no beam search.",
-}
-
-_USUAL = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0}  # values without effect
-
-# Arguments of a transformers model's forward -> the replacement on vLLM, which has no such argument.
-FORWARD_ARGUMENTS = {
-    "output_hidden_states": "Read model.layers_output[i] in a trace, or capture resid_post with a plan.",
-    "output_attentions": "Its attention kernels return no weights. Use LanguageModel(name, attn_implementation='eager').",
-    "use_cache": None,  # it always has one
-}
-
-
-def engine_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters for vLLM. Raises ParameterError for an argument of a transformers model's forward."""
-    for name, instead in FORWARD_ARGUMENTS.items():
-        if name in params and instead is not None:
-            raise ParameterError(
-                f"{name}= is an argument of transformers' forward, which vLLM does not have. {instead}"
-            )
-    return {name: value for name, value in params.items() if name not in FORWARD_ARGUMENTS}
-
-
-def sampling(
-    params: Mapping[str, Any], max_tokens: int, defaults: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Sampling parameters under vLLM's names, greedy unless one of them asks for sampling.
-
-    `temperature`, `top_p`, `top_k`, `min_p`, `n > 1` and `do_sample=True` ask for it; `do_sample=False` means greedy and overrides them.
-    `max_new_tokens`, `stop_strings` and `num_return_sequences` are transformers' names of `max_tokens`, `stop` and `n`.
-
-    Args:
-        max_tokens: the default.
-        defaults: of the model's generation configuration. A repetition penalty always counts, the others if tokens are sampled.
-
-    Raises:
-        ParameterError: a parameter of transformers' that has another name here.
-    """
-    # transformers treats None as unset.
-    unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}
-    unset |= {name for name in FORWARD_ARGUMENTS if not params.get(name)}
-    given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
-    if given.pop("remote", None):
-        raise ParameterError("remote= is not a parameter here: use midstream.Remote(url) in place of this model.")
-    if "sampling_params" in given:
-        raise ParameterError(
-            "sampling_params= is not a parameter here: give each one by name, as in max_tokens=3, temperature=0.5."
-        )
-    for name, instead in _SPELLED.items():
-        if given.get(name, _USUAL.get(name)) not in (None, _USUAL.get(name)):
-            raise ParameterError(f"{name}= is not a parameter here: {instead}")
-        given.pop(name, None)
-    for name, ours in _TRANSFORMERS_NAMES.items():
-        if name in given and ((value := given.pop(name)) != 1 or ours != "n"):
-            given[ours] = value
-    asked = given.pop("do_sample", None)
-    if asked is not None and not isinstance(asked, bool):
-        raise ParameterError(f"do_sample is {asked!r}; allowed: True or False.")
-    if asked is None:
-        asked = any(name in given for name in _ASK_FOR_SAMPLING) or (given.get("n") or 1) > 1
-    if not asked:
-        given["temperature"] = 0.0
-    used = (*_ASK_FOR_SAMPLING, "repetition_penalty") if asked else ("repetition_penalty",)
-    return {
-        "max_tokens": max_tokens,
-        **{name: defaults[name] for name in used if defaults.get(name) is not None},
-        **given,
-    }
-
-
 def _adds_token_types(architectures: Sequence[str]) -> bool:
     """Whether the forward of one of these has token types in transformers."""
     import transformers
@@ -268,164 +211,6 @@ def token_ids(invoke: Invoke, tokenizer: Callable[[], Any], architectures: Seque
     if invoke.plan and is_multimodal(invoke.prompt):
         check(invoke.plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
     return encode(invoke.prompt, tokenizer)
-
-
-# Answers: tokens to grade as the first token after the prompt. They are looked up by id, so unlikely ones have a value, too.
-
-
-def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_size: int) -> list[Answers]:
-    """The answers of each of several prompts.
-
-    Args:
-        given: an answer (a text of one token, or a token id) or a list of answers for all prompts; or a list with a list for each prompt.
-
-    Raises:
-        PromptError: an answer is not one token of the model, or the number of lists differs from the number of prompts.
-    """
-
-    each = answers_by_prompt(given, prompts)
-    tokens = {
-        id(answers): {answer: _answer_token(answer, tokenizer, vocab_size) for answer in answers} for answers in each
-    }
-    return [tokens[id(answers)] for answers in each]
-
-
-def answers_by_prompt(given: Any, prompts: int) -> list[list[Any]]:
-    """The list of answers of each prompt; the same list object for prompts that share it. Raises PromptError."""
-    if not isinstance(given, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in given):
-        return [_checked_answers(given)] * prompts
-    if len(given) != prompts:
-        text = f"answers is a list with a list for each prompt: {len(given)} were given for {prompts}."
-        raise PromptError(text, field="answers")
-    return [_checked_answers(each) for each in given]
-
-
-def _checked_answers(given: Any) -> list[str | int]:
-    answers = list(given) if isinstance(given, (list, tuple)) else [given]
-    for answer in answers:
-        if not isinstance(answer, (str, int)) or isinstance(answer, bool):
-            text = f"answers has {answer!r}. Allowed: texts of one token, token ids, and lists of these."
-            raise PromptError(text, field="answers")
-    return answers
-
-
-def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: int) -> int:
-    if isinstance(answer, int):
-        if not 0 <= answer < vocab_size:
-            text = f"answers has the token id {answer}; this model's are 0 to {vocab_size - 1}."
-            raise PromptError(text, field="answers")
-        return answer
-    ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        parts = ", ".join(f"{tokenizer().decode([token])!r} ({token})" for token in ids)
-        raise PromptError(
-            f"The answer {answer!r} is {len(ids)} tokens: {parts or 'none'}. Answers are graded by one token: give the id of the "
-            "one that tells them apart, or a text of one token (most words are one with the space before them).",
-            field="answers",
-        )
-    return int(ids[0])
-
-
-# Adapters (LoRA): `lora_request=` on `VLLM`, `model=` on `Remote`.
-
-AdapterArgument = Literal["lora_request", "model"]
-_ADAPTERS_ELSEWHERE: dict[AdapterArgument | None, dict[str, str]] = {
-    "lora_request": {"model": "on VLLM give vLLM's LoRARequest, lora_request=LoRARequest(name, number, path)"},
-    "model": {"lora_request": "on Remote give the name that the server has for the adapter, model=NAME"},
-    None: dict.fromkeys(
-        ("lora_request", "model"),
-        "a LanguageModel has no adapters. Merge the adapter into the weights, for example by PEFT's merge_and_unload, and make a "
-        "LanguageModel of the result",
-    ),
-}
-
-
-def adapter_in(
-    params: Mapping[str, Any], argument: AdapterArgument | None, default: Any = None
-) -> tuple[Any, dict[str, Any]]:
-    """The value of a call's argument for the adapter, and the call's other parameters.
-
-    Args:
-        argument: the name that the model has for it; None if the model has no adapters.
-        default: the value if the call has none.
-
-    Raises:
-        ParameterError: the call has the argument of another kind of model.
-    """
-    rest = dict(params)
-    found = rest.pop(argument, default) if argument is not None else default
-    for name, instead in _ADAPTERS_ELSEWHERE[argument].items():
-        if rest.pop(name, None) is not None:
-            raise ParameterError(f"{name}= is not a parameter here: {instead}.", field=name)
-    return found, rest
-
-
-def adapters_of(given: Any, argument: AdapterArgument | None, prompts: int) -> Sequence[Any]:
-    """The adapter of each prompt; None for a prompt that runs without one.
-
-    Args:
-        given: one adapter for all prompts, or a list with one or None for each prompt.
-
-    Raises:
-        ParameterError: the list has another length.
-    """
-    if not isinstance(given, (list, tuple)):
-        return [given] * prompts
-    if len(given) != prompts:
-        raise ParameterError(
-            f"{argument} is a list with an adapter or None for each prompt: {len(given)} were given for {prompts}.",
-            field=argument,
-        )
-    return given
-
-
-def adapter_alone(given: Any, argument: AdapterArgument | None, what: str) -> Any:
-    """The adapter of a call that has the same one for all of its prompts. Raises ParameterError for a list."""
-    if isinstance(given, (list, tuple)):
-        raise ParameterError(
-            f"{argument} is a list, and {what} runs all prompts with one adapter. Give one, and call it once for each adapter.",
-            field=argument,
-        )
-    return given
-
-
-# Plans.
-
-
-def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
-    """The plan of each prompt.
-
-    Args:
-        given: one plan for all prompts, or a list with a plan, a list of interventions or None for each prompt.
-        single: whether there is one prompt, not a list of prompts.
-
-    Raises:
-        PlanError: it is neither.
-    """
-    if not isinstance(given, (list, tuple)) or all(isinstance(item, Intervention) for item in given):
-        if prompts > 1 and isinstance(given, (list, tuple)) and len(given) == prompts and _are_scales(given):
-            _log.warning(
-                "plan is a flat list, so each of the %s prompts gets the sum of all %s Steers. To give each prompt one of them, write "
-                "plan=[[each] for each in plan]",
-                prompts,
-                prompts,
-            )
-        return [Plan.of(given)] * prompts
-    if any(isinstance(item, Intervention) for item in given):
-        raise PlanError(
-            "plan mixes interventions with plans. Allowed: one list of interventions for all prompts, or a list that has for "
-            "each prompt a plan, a list of interventions, or None."
-        )
-    if len(given) != prompts:
-        there = "one prompt" if single or prompts == 1 else f"{prompts} prompts"
-        raise PlanError(f"plan is a list with a plan for each prompt: {len(given)} plans were given for {there}.")
-    return [Plan.of(item) for item in given]
-
-
-def _are_scales(given: Sequence[Any]) -> bool:
-    """Whether they are `Steer`s that differ only in their scales."""
-    same = {changed(each, scale=1.0) for each in given if isinstance(each, Steer)}
-    return len(same) == 1 and all(isinstance(each, Steer) for each in given)
 
 
 @dataclass(frozen=True)
@@ -583,3 +368,115 @@ def _bytes(prepared: PreparedPlan) -> int:
     ways = [selected for _, selected in prepared.routes]
     rows = {id(selection): selection.prompt.nbytes for way in ways for selection in way.values()}
     return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))
+
+
+# Outputs.
+
+# The number of a request, its output, and its result if it has finished.
+Item = tuple[int, Any, InvokeResult | None]
+
+
+class OutputStream(Awaitable[Any]):
+    """The outputs of requests: iterate over them, or await the final ones. This submits the requests.
+
+    A request that fails has no final output; its error is raised when all requests have finished, several errors as a group. Leaving the
+    loop early, or cancelling its task, aborts the unfinished requests.
+
+    Attributes:
+        outputs: the final outputs in the order of the invokes, once all have finished.
+        results: the results of all requests, once all have finished.
+        ended: called with the number of requests that have ended since the last call.
+        when_done: called with the results.
+        gives_one: whether awaiting returns the only output, and not a list.
+        wants_last: whether only the last output of each request is needed.
+        bar: a context in which awaited requests run.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.results: list[InvokeResult] = []
+        self.ended: Callable[[int], object] = lambda _: None
+        self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
+        self.bar: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._is_used = self.gives_one = self.wants_last = False
+
+    def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
+        """Run the requests in the block. Yields the outputs of all of them, including failed ones. Call it once.
+
+        Each generator between vLLM's and the user's costs time for every token, so there should be few.
+        """
+        raise NotImplementedError
+
+    async def items(self) -> AsyncGenerator[Item]:
+        """The items of `running`."""
+        async with self.running() as items:
+            async for item in items:
+                yield item
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._to_the_end().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        self._use()
+        return self._iterate()
+
+    def _use(self) -> None:
+        if self._is_used:
+            raise TraceError("The outputs of a trace can be iterated over once; the final ones are in `outputs`.")
+        self._is_used = True
+
+    async def gathered(self) -> list[InvokeResult]:
+        """The results of all requests, once they have finished. Errors of single requests are in their results."""
+        self.wants_last = True
+        done: dict[int, InvokeResult] = {}
+        with self.bar:
+            async for index, _, result in self.items():
+                if result is not None:
+                    done[index] = result
+                    self.ended(1)
+        return [done[index] for index in sorted(done)]
+
+    async def _to_the_end(self) -> Any:
+        self._use()
+        self._keep(await self.gathered())
+        return self.outputs[0] if self.gives_one else self.outputs
+
+    async def _iterate(self) -> AsyncIterator[Any]:
+        done: dict[int, InvokeResult] = {}
+        async with self.running() as items:
+            async for index, output, result in items:
+                if result is not None:
+                    done[index] = result
+                    self.ended(1)
+                    if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
+                        continue
+                yield output
+        self._keep([done[index] for index in sorted(done)])
+
+    def _keep(self, results: list[InvokeResult]) -> None:
+        self.results = results
+        self.outputs[:] = [result.output for result in self.results]
+        raise_failures(self.results)
+        self.when_done(self.results)
+
+
+class Called(OutputStream):
+    """The outputs of requests that a blocking function runs to their end.
+
+    Args:
+        run: runs them, calls its argument with the number of requests that have ended, and returns their results.
+    """
+
+    def __init__(self, run: Callable[[Callable[[int], object]], list[InvokeResult]]) -> None:
+        super().__init__()
+        self._run = run
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[AsyncIterator[Item]]:
+        results, self.ended = self._run(self.ended), lambda _: None
+
+        async def items() -> AsyncGenerator[Item]:
+            for index, result in enumerate(results):
+                yield index, result.output, result
+
+        yield items()

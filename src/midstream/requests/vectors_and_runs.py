@@ -37,7 +37,7 @@ from midstream.plan.fields import nearest
 from midstream.plan.selections import Selector
 from midstream.plan.values import RecordedRun
 from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
-from midstream.requests.prompts import Prompt
+from midstream.requests.arguments import Prompt
 from midstream.trace.weights import Weight
 
 # Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments).

@@ -272,7 +272,7 @@ def _take_overflow(hidden_TH, overflow_T, codes_T, points, hidden_size, hidden_s
 
 
 def take_overflow(hidden_TH: torch.Tensor, overflow_T: torch.Tensor, points: int) -> torch.Tensor:
-    """int32 `[T]`, as the codes of `step.FiniteCheck`, from what `edit_rows` has noted and the rows at the end of the forward; forgets it.
+    """int32 `[T]`, the codes of `Tables.take_overflow`, from what `edit_rows` has noted and the rows at the end of the forward; forgets it.
 
     Args:
         hidden_TH: `[T, H]`, the last axis dense.

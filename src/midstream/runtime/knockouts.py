@@ -25,7 +25,6 @@ from midstream.arch.heads import AttentionSettings, Heads, set_cut, settings_of
 from midstream.errors import MidstreamError
 from midstream.plan.ops.knockout import Knockouts
 from midstream.sites import Binding
-from midstream.trace.body import is_in_body
 from midstream.trace.rows import BatchLayout
 from midstream.tree import follow
 
@@ -185,7 +184,7 @@ class AttentionCuts:
         return any(rows.start == each.start and layer in each.request.knockouts.layers for each in self._step)
 
     def _cut_in_vllm(self, layer: int, module: Any, args: Any, kwargs: Any, z: torch.Tensor) -> torch.Tensor | None:
-        if not self._step or is_in_body():
+        if not self._step or hooks.is_in_body():
             return None
         q, k, v = (follow((args, kwargs), binding.hidden) for binding in self._bindings[layer])
         heads, of_qk = module.num_heads, module.head_size
@@ -197,7 +196,7 @@ class AttentionCuts:
     def _cut_in_transformers(
         self, layer: int, module: Heads, _: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor
     ) -> torch.Tensor:
-        if self._step and not is_in_body():
+        if self._step and not hooks.is_in_body():
             q_TND, k_TKD, v_TKE = (value[0].transpose(0, 1) for value in (q, k, v))
             self._cut(layer, module, q_TND, k_TKD, v_TKE, z.view(len(q_TND), q_TND.shape[1], -1))
         return z

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -14,19 +15,26 @@ from midstream.capture.rows import Rows, join_in_order
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.ops.knockout import Knockouts
-from midstream.plan.probes import ScoreChunk
+from midstream.plan.probes import ProbeStop, ScoreChunk
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
 from midstream.runtime.knockouts import AttentionCuts
-from midstream.runtime.loaded_plans import Acting, LoadedPlan, LoadedPlans, RunRow
-from midstream.runtime.planned import PlannedRequest, RequestTable, rows_of_page
+from midstream.runtime.planned import (
+    Acting,
+    LoadedPlan,
+    LoadedPlans,
+    PlannedRequest,
+    RequestTable,
+    RunRow,
+    Sources,
+    rows_of_page,
+)
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import InGraph, ProgramAt
-from midstream.runtime.request import PlanRequest
-from midstream.runtime.scores import ProbeStop, RequestScores, ScoreLink, StepScores
+from midstream.runtime.request import PlanRequest, RequestEnd
+from midstream.runtime.scores import RequestScores, ScoreLink, StepScores
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
-from midstream.runtime.step import RepeatedBatch, RequestEnd
-from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
+from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite
 from midstream.trace.rows import BatchLayout
@@ -39,6 +47,42 @@ StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str,
 _Generated = tuple[np.ndarray, np.ndarray, np.ndarray]
 # The other planned requests of a step, each with its first row, its first position, and the position after its last one.
 _Others = list[tuple[PlannedRequest, int, int, int]]
+
+
+@dataclass
+class RepeatedBatch:
+    """A batch in which every request generates one token: the next step usually has the same requests.
+
+    Attributes:
+        requests: in the scheduler's order.
+        acting: the sites in the graphs at which plans act in it, and the programs there.
+        active: whether a plan acts in it.
+        hooked: whether hooks may have to act.
+        laid_out: the requests in the runner's order, once it has laid them out.
+        rows: the batch's rows, from then on.
+    """
+
+    requests: list[str]
+    acting: frozenset[Any]
+    active: bool
+    hooked: bool
+    laid_out: list[str] = field(default_factory=list)
+    rows: RowProfiles | None = None
+
+    def repeats(self, scheduler_output: Any) -> bool:
+        """Whether the coming step is this batch again, one token further."""
+        cached = scheduler_output.scheduled_cached_reqs
+        return (
+            cached.req_ids == self.requests
+            and scheduler_output.total_num_scheduled_tokens == len(self.requests)
+            and not scheduler_output.scheduled_new_reqs
+            and not scheduler_output.finished_req_ids
+            and not cached.resumed_req_ids  # after a reset of the prefix cache, requests begin again between two steps
+        )
+
+    def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
+        return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
 
 
 class PlanHost:
@@ -210,7 +254,7 @@ class PlanHost:
             off_graph |= part.off_graph
             acting |= part.sites
             programs |= part.programs
-        self.acting = frozenset(acting).union(self.tables.recordable(programs))
+        self.acting = frozenset(acting).union(self.tables.recordable(programs) if programs else ())
         for site in off_graph:
             self.hooks.warn_once(site)
         self.step_is_planned |= self._cutting

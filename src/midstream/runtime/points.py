@@ -21,7 +21,6 @@ from midstream import hooks
 from midstream.arch import Architecture
 from midstream.runtime.tables import Tables
 from midstream.sites import LAYER_SITES, Binding, Key, Kind, Point
-from midstream.trace.body import is_in_body
 from midstream.trace.parallel import ALONE, Peers
 from midstream.tree import Ref, follow, replaced
 
@@ -150,7 +149,7 @@ class PointHooks:
                 sites.append((point, i, binding, self._edited if is_whole else self._edited_in_parts))
 
         def edited(tree: Any) -> Any:
-            if not self.on or is_in_body():  # a trace's code also calls modules, on values of its own
+            if not self.on or hooks.is_in_body():  # a trace's code also calls modules, on values of its own
                 return None
             for point, i, binding, edit in sites:
                 if point in self._needed:

@@ -1,5 +1,7 @@
 """The content of `SamplingParams.extra_args["midstream"]`: a plan, a trace or both, and the senders that may send each of them.
 
+At the end: how the scheduler and the workers tell each other which requests have ended.
+
 Trust depends on the origin. Only Python code in the front end's own process, midstream's or the user's, can make an `Envelope`, a `Plan`
 or an intervention, so these are trusted. An HTTP request can only make strings and dicts. So strings and dicts are untrusted, wherever they
 come from: they may contain a plan as data, and nothing else. `engine.admission` reads and checks them, and packs every plan. The engine
@@ -13,15 +15,16 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.captures import Reading
+from midstream.plan.probes import ProbeStop, ScoreChunk
 from midstream.plan.values import Edit, Named, Plan, RecordedRun, Vector
 from midstream.settings import NAME
 from midstream.trace.shipping import ShippedCode
@@ -43,6 +46,11 @@ class Envelope(dict[str, Any]):
 def users_id(engine_id: str) -> str:
     """A request's id as its user knows it: vLLM appends a dash and eight random digits. Samples are `0_ID`, `1_ID`, ..."""
     return _SUFFIX.sub("", engine_id)
+
+
+def sample_index(request_id: str, samples: int) -> int:
+    """The number of a sample: vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
+    return int(request_id.partition("_")[0]) if samples > 1 else 0
 
 
 def _carried(sampling_params: Any) -> Any:
@@ -303,3 +311,37 @@ def requests_of(code: ShippedCode, samples: list[int], together: bool, stream: b
         TraceRequest(trace, i, size, count, together, code.programs if small or i == 0 else None, stream)
         for i, count in enumerate(code.bodies)
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------------ ends
+
+
+@dataclass
+class StepEnds:
+    """The requests that end with a step, and the traces. A worker sends it to the scheduler with the step's output.
+
+    Attributes:
+        stops: requests whose trace stopped them; the token of this step is their last.
+        done: requests that go on without their trace, which is over.
+        scores: request -> new scores of its probes.
+        probe_stops: the requests that a probe has ended; the token of this step is not theirs any more.
+        errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite.
+    """
+
+    stops: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    scores: dict[str, list[ScoreChunk]] = field(default_factory=dict)
+    probe_stops: dict[str, ProbeStop] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class RequestEnd(NamedTuple):
+    """The end of a request. The scheduler sends it to the workers with the next step.
+
+    Attributes:
+        tokens: how many it had, prompt included.
+        error: why the engine ended it, if it did.
+    """
+
+    tokens: int
+    error: str | None = None

@@ -16,7 +16,7 @@ import torch
 
 from midstream.errors import NeverReachedError
 from midstream.plan.compile import Profile
-from midstream.plan.probes import STOPPED_BY_PROBE, Aggregate, ScoreChunk, ScorePlace
+from midstream.plan.probes import STOPPED_BY_PROBE, Aggregate, ProbeStop, ScoreChunk, ScorePlace
 from midstream.plan.selections import Selection
 from midstream.plan.values import Plan
 from midstream.ranks.link import Link
@@ -55,13 +55,6 @@ class Found(NamedTuple):
         positions, scores_RC = (np.concatenate(both) for both in zip(*each, strict=True))
         order = np.argsort(positions)
         return Found.of(positions[order], scores_RC[order])
-
-
-class ProbeStop(NamedTuple):
-    """The end of a request by a probe: the position of the token at which it ends, and the `stop_reason`."""
-
-    position: int
-    reason: str
 
 
 class RequestScores:

@@ -27,10 +27,9 @@ from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.sites import Point
-from midstream.trace.outcome import Outcome
-from midstream.transport.codec import Packed, pack
+from midstream.trace.code import Outcome
 from midstream.transport.sender import Sender, mark_ready
-from midstream.transport.wire import ResultHeader
+from midstream.transport.wire import Packed, ResultHeader, pack
 from midstream.tree import as_bits
 
 _log = logging.getLogger(__name__)

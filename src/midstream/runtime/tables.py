@@ -169,10 +169,14 @@ class Tables:
         return ()
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Which rows of the step are not finite: the codes for `step.FiniteCheck`, and a function that waits for them.
+        """Which rows of the step are not finite.
 
         Args:
             hidden_TH: `[T, H]`, the rows at the end of the forward.
+
+        Returns:
+            int32 `[T]` on the host: 0 for a finite row, `1 + i` for a row that `points[i]` made infinite or NaN, -1 for one that became so
+            elsewhere; and a function that waits for these codes.
         """
         raise NotImplementedError
 

@@ -21,25 +21,28 @@ from midstream.errors import (
     TraceError,
     TracesNotAllowedError,
 )
+from midstream.hooks import is_in_body
 from midstream.plan.running import hold
 from midstream.ranks.link import Fetch
 from midstream.ranks.stages import Stages
 from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
-from midstream.runtime.request import TraceRequest
+from midstream.runtime.request import StepEnds, TraceRequest
 from midstream.runtime.sending import Reports
-from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.sites import Key, NotFinite, Point, point_name
-from midstream.trace.body import Body, Randomness, is_in_body
-from midstream.trace.code import TraceProgram
+from midstream.trace.body import Body, Randomness
+from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS, Calling
 from midstream.trace.interleaver import BehindStep, Interleaver
-from midstream.trace.outcome import Failure, Outcome, outcome
 from midstream.trace.rows import BatchLayout, FlatRows
 from midstream.trace.shipping import unship
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
 from midstream.trace.weights import on_device
+
+FindNotFinite = Callable[
+    [], dict[str, NotFinite]
+]  # waits for a step's rows; request id -> where it became infinite or NaN
 
 
 @dataclass
@@ -226,7 +229,7 @@ class TraceHost:
         self._order = {point: i for i, point in enumerate(points_of(arch))}
         self._expects_logits = False
         self._sent = 0
-        self.finite_check: FiniteCheck | None = None  # of the step that is being sampled
+        self.find_not_finite: FindNotFinite | None = None  # of the step that is being sampled
 
     # From the worker.
 
@@ -610,9 +613,9 @@ class TraceHost:
         """Fail the traces of requests whose activations became infinite or NaN in this step."""
         wrote_here = any(journal for _, request in self._in_step.values() for journal in request.journals)
         may_have_written = wrote_here or self._stages is not None  # an earlier stage has the journals of its own writes
-        if self.finite_check is None or not may_have_written:
+        if self.find_not_finite is None or not may_have_written:
             return  # traces that write nothing need not wait for the device
-        for name, at in self.finite_check.not_finite().items():
+        for name, at in self.find_not_finite().items():
             if (request := self._requests.get(name)) is not None:
                 for body_name in request.open_bodies:
                     body = request.forward.bodies[body_name]

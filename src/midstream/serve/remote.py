@@ -31,8 +31,8 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
-from midstream.requests.invokes import Invoke, answers_of
-from midstream.requests.streams import OutputStream
+from midstream.requests.arguments import answers_of
+from midstream.requests.invokes import Invoke, OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import (
     MAX_ANSWERS,
@@ -45,8 +45,8 @@ from midstream.serve.requests import (
 )
 from midstream.settings import NAME, Settings
 from midstream.trace.shipping import ShippedCode, check_python
-from midstream.transport.codec import SentTensors, pack
-from midstream.transport.wire import message_chunks
+from midstream.transport.data import message_chunks, pack_data
+from midstream.transport.wire import SentTensors
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
@@ -234,7 +234,7 @@ async def _messages(server: Server, stream: OutputStream, call: RemoteCall) -> A
     with server.counting_prompts(len(call.asked)):
         async with contextlib.aclosing(_values(stream, call, hidden)) as values:
             async for value in values:
-                packed = await loop.run_in_executor(None, partial(pack, value, sent, as_data=True))
+                packed = await loop.run_in_executor(None, partial(pack_data, value, sent))
                 for chunk in message_chunks(packed):
                     yield chunk
                     await asyncio.sleep(0)  # gives way to other requests: a fast client never makes the server wait

@@ -50,7 +50,8 @@ from midstream.plan.selections import Selection, made
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.requests.invokes import Invoke, answers_of
+from midstream.requests.arguments import answers_of
+from midstream.requests.invokes import Invoke
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
 from midstream.errors import MidstreamError
-from midstream.requests.prompts import is_chat, prompts_of
+from midstream.requests.arguments import is_chat, prompts_of
 from midstream.serve.remote import StreamingMessages, with_heartbeats
 from midstream.serve.requests import (
     Listed,

@@ -20,7 +20,7 @@ import torch
 
 from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
-from midstream.requests.prompts import encode
+from midstream.requests.arguments import encode
 from midstream.sweeps.request import SweepRequest, graded, one_of
 from midstream.sweeps.results import dataframe
 

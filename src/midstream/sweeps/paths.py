@@ -17,7 +17,8 @@ import msgspec
 
 from midstream.errors import MidstreamError, ParameterError, PlanError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
-from midstream.requests.invokes import Answers, InvokeResult
+from midstream.requests.arguments import Answers
+from midstream.requests.invokes import InvokeResult
 from midstream.settings import RECORD_BYTES
 from midstream.sweeps.events import Cell, Event, Grid, Outline, Paths
 from midstream.sweeps.request import SweepRequest

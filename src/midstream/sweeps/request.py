@@ -10,8 +10,7 @@ from midstream.errors import ParameterError, PlanError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.fields import Span, nearest, span_positions
 from midstream.plan.values import ModelFacts
-from midstream.requests.invokes import Answers
-from midstream.requests.prompts import prompts_of
+from midstream.requests.arguments import Answers, prompts_of
 from midstream.sites import LAYER_SITES, hook_hint, site_of
 from midstream.sweeps.events import Column, Grid
 

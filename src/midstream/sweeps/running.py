@@ -37,8 +37,8 @@ import numpy as np
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PlanError, PromptError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests.invokes import Answers, Invoke, InvokeResult
-from midstream.requests.prompts import Prompt, encode, offsets_of
+from midstream.requests.arguments import Answers, Prompt, encode, offsets_of
+from midstream.requests.invokes import Invoke, InvokeResult
 from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
 from midstream.sweeps.events import (
     LOWEST,

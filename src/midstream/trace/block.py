@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
+from midstream.trace.body import save
 from midstream.trace.rewrite import Compiled, compile_body, compile_function, made_again, source_of
 from midstream.trace.saves import Unsaved, is_installed, reached
 
@@ -208,13 +209,7 @@ def with_saves(function: FunctionType) -> FunctionType:
     if "save" not in function.__code__.co_names or is_installed(function.__code__.co_filename):
         return function
     code = compile_function(function.__code__)
-    return function if code is None else made_again(function, code, {"__save__": _save})
-
-
-def _save(value: Any) -> Any:
-    from midstream.trace.tracer import save  # a circular import at the top
-
-    return save(value)
+    return function if code is None else made_again(function, code, {"__save__": save})
 
 
 @functools.lru_cache(maxsize=4096)  # a file may be edited after its statements were found

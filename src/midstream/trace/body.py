@@ -25,22 +25,24 @@ from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
+from midstream.hooks import CURRENT, is_in_body
 from midstream.sites import Key, point_name
 from midstream.trace.forward import STEP_START, Forward
 from midstream.trace.parallel import CALL, Origin, StageValue
 from midstream.trace.rows import private
-from midstream.trace.saves import Saves
+from midstream.trace.saves import Saves, refuse
 from midstream.trace.visit import Journal, Visit
 from midstream.tree import leaves, memory_of
 
-CURRENT: ContextVar[Body] = ContextVar("midstream_body")
+# The function that `save` calls in the code around invokes or traces, which runs in the caller's process.
+SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
 
 
 def current_body() -> Body:
     """The running trace. Raises TraceError outside of traces."""
-    body = CURRENT.get(None)
+    body: Body | None = CURRENT.get(None)
     if body is None:
         raise TraceError(
             "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
@@ -48,9 +50,19 @@ def current_body() -> Body:
     return body
 
 
-def is_in_body() -> bool:
-    """Whether a trace's code is running, and not the forward's."""
-    return CURRENT.get(None) is not None
+def save(value: Any) -> Any:
+    """Bring a value back from a trace. In a with-block `x.save()` means the same. Works on any object.
+
+    A tensor comes back with its present content, on the CPU if an engine computed it. A container comes back with the content that it has
+    when the trace ends.
+
+    Returns:
+        The value to keep. For an engine's tensor this is a copy, which later kernels do not change.
+    """
+    refuse(value)
+    if not is_in_body() and (outer := SAVE_ABOVE.get()) is not None:
+        return outer(value)
+    return current_body().save(value)
 
 
 def out_of_order(point: str, step: int, after: str, hint: str = "") -> OutOfOrderError:

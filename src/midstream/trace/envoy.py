@@ -20,8 +20,9 @@ from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
 from midstream.arch.heads import is_cut, settings_of
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
+from midstream.hooks import is_in_body
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
-from midstream.trace.body import current_body, is_in_body
+from midstream.trace.body import current_body
 from midstream.trace.forward import Forward, ForwardSource, forward_source
 from midstream.trace.parallel import StageValue, real
 from midstream.trace.rows import FlatRows

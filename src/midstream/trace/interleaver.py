@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
+from midstream.hooks import is_in_body
 from midstream.sites import Key, point_name
-from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
+from midstream.trace.body import BARRIER, FETCH, Body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
 from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan
 from midstream.trace.visit import Journal, Visit, move_to_host

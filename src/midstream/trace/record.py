@@ -36,13 +36,13 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
 from midstream.errors import TraceError
+from midstream.hooks import CURRENT
 from midstream.sites import Binding, Key, Point, point_name
-from midstream.trace.body import CURRENT, Body, StopTrace, current_body, never_reached, step_is_over
-from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram
+from midstream.trace.body import Body, StopTrace, current_body, never_reached, step_is_over
+from midstream.trace.code import BlockProgram, FunctionProgram, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write, repeats
-from midstream.trace.outcome import Outcome, outcome
 from midstream.trace.parallel import Peers, Stage
 from midstream.trace.saves import variables_of
 from midstream.trace.shipping import CodePickler

@@ -15,21 +15,20 @@ import operator
 import pickle
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import cloudpickle
 import torch
 from cloudpickle.cloudpickle import _extract_code_globals
 
 from midstream.errors import MidstreamError, TraceError
-from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, plain_function
-from midstream.trace.saves import attributes_of, is_imported, is_installed
+from midstream.trace.code import ORIGINALS, BlockProgram, FunctionProgram, TraceProgram, plain_function
+from midstream.trace.saves import is_imported, is_installed
 from midstream.trace.weights import Weight, Weights, values_of
 from midstream.tree import movable
 
@@ -88,7 +87,6 @@ class CodePickler(cloudpickle.Pickler):
 _LruCache = type(functools.lru_cache(_reference))
 _DISPATCHER = functools.singledispatch(_reference).__code__  # type: ignore[attr-defined]
 _SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's id of a class -> this process's own class
-_ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such a class -> the class
 
 
 def _note_class_bodies(code: CodeType) -> dict[str, Any]:
@@ -100,32 +98,6 @@ def _note_class_bodies(code: CodeType) -> dict[str, Any]:
             if not const.co_flags & inspect.CO_OPTIMIZED:  # a class body
                 names.update(dict.fromkeys(const.co_names))
     return names
-
-
-def give_callers_classes(values: Any) -> None:
-    """Turn objects of copied classes into objects of the original classes, at any depth. Code that runs on copies makes objects of copied
-    classes.
-    """
-    if not _ORIGINALS:
-        return
-    seen, rest = set[int](), [values]
-    while rest:
-        value = rest.pop()
-        kind = type(value)
-        if (original := _ORIGINALS.get(kind)) is not None:
-            with contextlib.suppress(TypeError):  # of a class with a memory layout of its own
-                object.__setattr__(value, "__class__", original)
-        if id(value) in seen or issubclass(kind, (str, bytes, int, float, torch.Tensor)):
-            continue
-        seen.add(id(value))
-        if issubclass(kind, dict):
-            rest += [*dict.keys(value), *dict.values(value)]
-        elif issubclass(kind, (list, tuple, set, frozenset, deque)):
-            rest += kind.__iter__(value)
-        rest += (attributes_of(value) or {}).values()
-        if original is not None:
-            slots = getattr(original, "__slots__", ())
-            rest += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
 
 
 def is_sent(kind: type) -> bool:
@@ -152,7 +124,7 @@ def _make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
     if issubclass(original, enum.Enum):  # members are compared by identity
         return original
     made = maker(*args[:-2], None, args[-1])
-    _ORIGINALS[made] = original
+    ORIGINALS[made] = original
     return made
 
 

@@ -1,11 +1,10 @@
-"""The functions for a trace's body: `save`, `backward`, and `tracer` with its steps, early stop, cache and barriers."""
+"""The functions for a trace's body: `backward`, and `tracer` with its steps, early stop, cache and barriers."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
@@ -14,29 +13,11 @@ import torch
 
 from midstream.arch.aliases import resolved
 from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
-from midstream.trace.body import Body, StopTrace, current_body, is_in_body
-from midstream.trace.saves import refuse
+from midstream.trace.body import Body, StopTrace, current_body, save
 from midstream.trace.visit import Visit, first_argument
 from midstream.tree import Opaque, map_tensors
 
 _numbers = itertools.count()
-# The function that `save` calls in the code around invokes or traces, which runs in the caller's process.
-SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
-
-
-def save(value: Any) -> Any:
-    """Bring a value back from a trace. In a with-block `x.save()` means the same. Works on any object.
-
-    A tensor comes back with its present content, on the CPU if an engine computed it. A container comes back with the content that it has
-    when the trace ends.
-
-    Returns:
-        The value to keep. For an engine's tensor this is a copy, which later kernels do not change.
-    """
-    refuse(value)
-    if not is_in_body() and (outer := SAVE_ABOVE.get()) is not None:
-        return outer(value)
-    return current_body().save(value)
 
 
 class backward:

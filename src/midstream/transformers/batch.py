@@ -28,7 +28,8 @@ from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
 from midstream.plan.values import not_finite
-from midstream.requests.invokes import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
+from midstream.requests.arguments import FORWARD_ARGUMENTS
+from midstream.requests.invokes import Invoke, InvokeResult, PreparedPlan, put_results, saves_of
 from midstream.runtime.knockouts import attend_again
 from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.scores import RequestScores, StepScores
@@ -36,10 +37,9 @@ from midstream.runtime.store import RunStore
 from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
-from midstream.trace.body import Body, StopTrace, is_in_body
-from midstream.trace.code import TraceProgram
+from midstream.trace.body import Body, StopTrace
+from midstream.trace.code import STOPPED, Outcome, TraceProgram, outcome
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.outcome import STOPPED, Outcome, outcome, put_results
 from midstream.trace.rows import BatchRows
 
 _SAMPLING = set(
@@ -657,7 +657,7 @@ class BatchPlans:
         z_BTNE: torch.Tensor,
     ) -> torch.Tensor:
         """The outputs of a layer's attention without the edges that plans cut."""
-        if not self._is_running or is_in_body():
+        if not self._is_running or hooks.is_in_body():
             return z_BTNE
         keys = k_BKSD.shape[2]
         for row, request in enumerate(self._requests):

@@ -22,9 +22,8 @@ from midstream.capture.sinks import Sinks
 from midstream.client.model import TraceModel, loading_arguments
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import ModelFacts
-from midstream.requests.invokes import Invoke, InvokeResult, runs_of, token_ids
-from midstream.requests.prompts import prompts_of
-from midstream.requests.streams import Called, OutputStream
+from midstream.requests.arguments import prompts_of
+from midstream.requests.invokes import Called, Invoke, InvokeResult, OutputStream, runs_of, token_ids
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES

@@ -7,7 +7,7 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread writes a frame and copies the tensors
+`send` pickles the value without its tensors (`wire`), queues it and returns. The sender's thread writes a frame and copies the tensors
 into memory that it shares with a client on its host (`wire`). The receiver has a thread for each worker, which copies the tensors
 out and routes the messages to mailboxes. The reader of a mailbox unpickles the values; the receiving thread unpickles messages that were
 sent together.
@@ -44,7 +44,7 @@ import torch
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
 from midstream.trace.shipping import itself
-from midstream.transport import codec, wire
+from midstream.transport import wire
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
@@ -420,7 +420,7 @@ class Receiver:
         else:
             payloads = payload.split(sizes) if len(sizes) > 1 else (payload,)
             loads = [
-                partial(codec.unpack, body, codec.resolve_tensors(payload, part.table, known))
+                partial(wire.unpack, body, wire.resolve_tensors(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
             ]
         take = self._handle or self._put

@@ -28,7 +28,7 @@ import torch
 from midstream.errors import ChannelClosedError, ChannelError
 from midstream.queues import BoundedQueue
 from midstream.transport import wire
-from midstream.transport.codec import Packed, SentTensors, pack
+from midstream.transport.wire import Packed, SentTensors, pack
 from midstream.tree import as_bytes
 
 _log = logging.getLogger(__name__)

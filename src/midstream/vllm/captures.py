@@ -24,17 +24,10 @@ from midstream.errors import (
 )
 from midstream.lowering.client_traces import Ending
 from midstream.requests.invokes import PreparedPlan
-from midstream.runtime.request import users_id
-from midstream.trace.outcome import Outcome
+from midstream.runtime.request import sample_index, users_id
+from midstream.trace.code import Outcome
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import ResultHeader
-
-RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
-
-
-def sample_index(request_id: str, samples: int) -> int:
-    """The number of a sample: vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
-    return int(request_id.partition("_")[0]) if samples > 1 else 0
 
 
 @dataclass

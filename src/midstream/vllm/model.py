@@ -20,12 +20,8 @@ from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import refuse
 from midstream.plan.values import Plan
-from midstream.requests.invokes import (
-    Invoke,
-    PreparedPlan,
-    engine_params,
-    without_destinations,
-)
+from midstream.requests.arguments import engine_params
+from midstream.requests.invokes import Invoke, PreparedPlan, without_destinations
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
 from midstream.trace.shipping import ShippedCode

@@ -27,12 +27,12 @@ from midstream.errors import (
 )
 from midstream.plan.probes import Scores, chunks_of, rows_end, stopping
 from midstream.ranks.merge import merged_outcomes
-from midstream.requests.invokes import Answers, InvokeResult, sample_saves
-from midstream.requests.streams import Item, OutputStream
-from midstream.trace.outcome import STOPPED, Outcome, put_results
+from midstream.requests.arguments import Answers
+from midstream.requests.invokes import InvokeResult, Item, OutputStream, put_results, sample_saves
+from midstream.runtime.request import sample_index
+from midstream.trace.code import STOPPED, Outcome
 from midstream.transport.receiver import Mailbox
 from midstream.transport.wire import ResultHeader
-from midstream.vllm.captures import RESULT_SECONDS, sample_index
 from midstream.vllm.engine import EngineConnection, EngineRequest
 
 _SINK_THREADS = 1024  # the number of requests that can wait for their sinks at a time
@@ -40,6 +40,7 @@ _LONG_SECONDS = 0.002  # if reading saved values takes longer, the next reading 
 _NO_SCORES = Scores()
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
+RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
 _StageMessage = tuple[ResultHeader, list[Outcome]]  # the outcomes have the number of the step
 
 
@@ -404,7 +405,8 @@ def merge_stages(messages: Iterable[_StageMessage], samples: int) -> list[list[O
         if isinstance(outcomes, UnsendableError):
             raise TraceError(f"The saved values of the trace could not be sent: {outcomes}.")
         each.setdefault(sample_index(header.request, samples), {})[header.stage] = outcomes
-    return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
+    samples_of_stages = [[of_stage for _, of_stage in sorted(each[sample].items())] for sample in sorted(each)]
+    return [stages[0] if len(stages) == 1 else merged_outcomes(stages) for stages in samples_of_stages]
 
 
 def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:

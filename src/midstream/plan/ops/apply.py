@@ -70,7 +70,7 @@ class Apply(Edit):
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function still, which is recorded when the plan meets a model (`lowering.functions`)."""
+        """Whether it is a function still, which is recorded when the plan meets a model (`lowering.rowwise`)."""
         return not isinstance(self.program, Program)
 
     @property

@@ -161,7 +161,7 @@ class When(Edit):
             yield changed(self, then=(edit,))
 
     def program_for(self, dtype: str, width: Callable[[str, int], int], vector: Callable[[Named], Any]) -> Program:
-        from midstream.plan.writing import StepWriter  # imports torch, unlike this module
+        from midstream.plan.building import StepWriter  # imports torch, unlike this module
 
         edit, own = self.edit, self.edit.its_program
         size = width(*point_of(edit))

@@ -1,4 +1,4 @@
-"""Coroutines on a `vllm.LLM` (`vllm/stepping.py`), with an engine that only counts steps."""
+"""Coroutines on a `vllm.LLM` (`Stepper` in `vllm/engine.py`), with an engine that only counts steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from midstream.vllm.stepping import Stepper
+from midstream.vllm.engine import Stepper
 
 
 class Engine:

@@ -1,211 +1,113 @@
-"""Values as bytes: a body, and a payload with the tensors of the value, each raw and at a 64-byte aligned offset.
+"""Values as data, from a server to its clients, and the messages of them in an HTTP response.
 
-`pack` writes the body in one of two forms. Between an engine's own processes it is a pickle. From a server to its clients it is data:
-msgpack of the closed list of types in `_KINDS`, so reading it (`unpack_data`) runs none of the sender's code. In data, numbers and
-texts stand for themselves, and every other value is a list `[kind, *parts]`.
+Data is msgpack of the closed list of types in `_KINDS`, so reading it (`unpack_data`) runs none of the sender's code. Numbers and texts
+stand for themselves, and every other value is a list `[kind, *parts]`. Tensors and messages are those of `wire`, with data as the bodies.
 """
 
 from __future__ import annotations
 
 import builtins
-import dataclasses
-import io
-import math
-import pickle
-import weakref
 from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
 from types import EllipsisType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import cloudpickle
 import msgspec
 import numpy as np
 import torch
-from cloudpickle.cloudpickle import _class_setstate
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
-from midstream.trace.shipping import OUT_OF_BAND, is_sent, itself
 from midstream.trace.tracer import Cache, CacheEntry, Result
-from midstream.tree import is_raw, movable
+from midstream.transport.wire import (
+    LENGTH,
+    Frame,
+    Packed,
+    SentTensors,
+    TensorEntry,
+    decode,
+    head_and_body,
+    message_part,
+    resolve_tensors,
+    with_tensors,
+)
+from midstream.tree import as_bytes, is_raw
 
-ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 NO_MESSAGE = "the server sent something that is no message of midstream's"
 _DEEPEST = 100
-
-Size = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class TensorEntry(NamedTuple):
-    """One tensor of a message. A tensor that was sent earlier on the same stream has no dtype: the receiver looks it up."""
-
-    number: int | None  # its number on the stream; None if the message belongs to no stream
-    dtype: str | None = None  # "bfloat16"
-    shape: tuple[int, ...] = ()
-    offset: int = 0  # bytes from the start of the payload
+_MAX_HEAD_BYTES = 64 << 20
+_CHUNK_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
 
 
-class SentTensors:
-    """The tensors that were sent on a stream. Holds them weakly."""
+def pack_data(value: Any, stream: SentTensors | None = None) -> Packed:
+    """As `wire.pack`, with data as the body."""
+    return with_tensors(*_as_data(value), stream)
+
+
+def message_chunks(packed: Packed) -> Iterator[bytes]:
+    """The message of a value that was packed as data, in chunks of 64 KiB to about 1 MiB. The last one may be shorter."""
+    parts = [head_and_body(Frame([message_part([], packed)]), packed.body)]
+    held = at = 0
+    for tensor, offset in zip(packed.tensors, packed.offsets, strict=True):
+        parts.append(bytes(offset - at))
+        data = as_bytes(tensor.cpu()).numpy().data
+        at = offset + len(data)
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            parts.append(bytes(data[begin : begin + _CHUNK_BYTES]))
+            held += len(parts[-1])
+            if held >= _LEAST_BYTES:
+                yield b"".join(parts)
+                parts, held = [], 0
+    yield b"".join([*parts, bytes(packed.size - at)])
+
+
+class MessageReader:
+    """Reads the messages of one stream of values as data."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # id -> (tensor, version, number)
-        self._count = 0
+        self._known: dict[int, torch.Tensor] = {}
+        self._parts: deque[memoryview] = deque()
+        self._held = 0  # bytes in the parts
+        self._reading = self._message()
+        self._needed = next(self._reading)
 
-    def find(self, tensor: torch.Tensor) -> int | None:
-        """The number under which this tensor was sent; None if it was not sent, or has changed since."""
-        reference, version, number = self._sent.get(id(tensor), (None, 0, 0))
-        if reference is None or reference() is not tensor or version != _version(tensor):
-            return None
-        return number
-
-    def add(self, tensor: torch.Tensor) -> int:
-        number, self._count = self._count, self._count + 1
-        self._sent[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
-        return number
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count their changes
-
-
-class Packed(NamedTuple):
-    """A value as a body and tensors."""
-
-    body: bytes
-    table: list[TensorEntry]
-    tensors: list[torch.Tensor]  # the new ones only, without grad, in the table's order
-    offsets: list[int]  # bytes, one for each of `tensors`
-    size: int  # bytes of the payload
-
-
-def pack(value: Any, stream: SentTensors | None = None, *, exact: bool = False, as_data: bool = False) -> Packed:
-    """Divide `value` into a body and tensors. Parts that cannot be written become an `UnsendableError`; they never raise.
-
-    Args:
-        stream: tensors that were sent on it are not sent again unless they have changed.
-        exact: send tensors made in inference mode even if `stream` has carried them: their changes cannot be seen.
-        as_data: write the value as data, not as a pickle.
-    """
-    body, found = _as_data(value) if as_data else _pickled(value)
-    known = [stream.find(tensor) if stream and not (exact and tensor.is_inference()) else None for tensor in found]
-    new = [tensor for tensor, number in zip(found, known, strict=True) if number is None]
-    offsets, size = payload_offsets(new)
-    entries = (
-        TensorEntry(stream.add(tensor) if stream else None, str(tensor.dtype)[6:], tuple(tensor.shape), offset)
-        for tensor, offset in zip(new, offsets, strict=True)
-    )
-    table = [TensorEntry(number) if number is not None else next(entries) for number in known]
-    with torch._C.DisableTorchFunctionSubclass():  # a parameter class may wrap what detach returns
-        return Packed(body, table, [tensor.detach() for tensor in new], offsets, size)
-
-
-def payload_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Aligned offsets for `tensors` in a payload, and the payload's size in bytes.
-
-    The tensors of one device lie next to each other, so that they can be staged as one range.
-    """
-    offsets, end = [0] * len(tensors), 0
-    for i in sorted(range(len(tensors)), key=lambda i: str(tensors[i].device)):
-        offsets[i] = end
-        size = tensors[i].numel() * tensors[i].element_size()
-        end += math.ceil(size / ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def resolve_tensors(
-    payload: torch.Tensor, table: Sequence[TensorEntry], known: dict[int, torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The tensors of a message: new ones as views of `payload` (uint8, flat), the others from `known`, None if lost.
-
-    New tensors of a stream are added to `known`. Each tensor has a storage that ends where the tensor ends, because
-    `torch.save` writes the whole storage. All of them keep the payload alive.
-    """
-    memory, tensors = payload.numpy(), list[torch.Tensor | None]()
-    for number, dtype_name, shape, offset in table:
-        found = known.get(number) if number is not None else None
-        if dtype_name is not None:
-            dtype: torch.dtype = getattr(torch, dtype_name)
-            size = math.prod(shape) * dtype.itemsize
-            flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset) if size else torch.empty(0)
-            found = flat.view(dtype).reshape(shape)
-            if number is not None:
-                known[number] = found
-        tensors.append(found)
-    return tensors
-
-
-# --------------------------------------------------------------------------------------------------------- as a pickle
-
-
-def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """The value. An `UnsendableError` if a tensor was lost, or if this process cannot rebuild the value, for example without a class."""
-    if any(tensor is None for tensor in tensors):
-        return UnsendableError("(unknown here)", "a tensor sent earlier on its stream was dropped")
-    try:
-        return _Unpickler(io.BytesIO(body), buffers=tensors).load()
-    except Exception as error:
-        return UnsendableError("(unknown here)", f"rebuilding it failed: {error!r}")
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Pickles a value, with its tensors as out-of-band buffers."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda buffer: buffer is not OUT_OF_BAND)
-        self.tensors: list[torch.Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id, not called for every number and string
-        if not is_raw(obj):
-            if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
-                return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return super().reducer_override(obj)
-        self.tensors.append(obj)  # called once for each tensor: pickle remembers what it has seen
-        return itself, (OUT_OF_BAND,)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        return _fill_copies if found is _class_setstate else found
-
-
-def _fill_copies(kind: type, state: Any) -> Any:
-    """Set the attributes of a class that came by value. A class of this process, which a trace has returned, keeps its own."""
-    return kind if is_sent(kind) else _class_setstate(kind, state)
-
-
-class _ForgivingPickler(_Pickler):
-    """Pickles an `UnsendableError` in place of each object that cannot be pickled. Containers and dataclasses stay."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        is_container = isinstance(obj, dict) or hasattr(obj, "_make") or dataclasses.is_dataclass(obj)
-        if not is_container and not is_raw(obj):
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Take more bytes, and return the values that they complete. Raises ChannelError for anything but messages."""
+        self._parts.append(memoryview(data))
+        self._held += len(data)
+        while self._held >= self._needed:
             try:
-                _pickle(obj, _Pickler)
-            except Exception as error:
-                return UnsendableError, (type(obj).__qualname__, repr(error))
-        return super().reducer_override(obj)
+                self._needed = self._reading.send(self._take(self._needed))
+            except StopIteration as done:
+                yield done.value
+                self._reading = self._message()
+                self._needed = next(self._reading)
+            except (RecursionError, ValueError) as error:
+                raise ChannelError(f"{NO_MESSAGE}: {error}") from error
+
+    def _message(self) -> Generator[int, bytearray, Any]:
+        """Reads one message: yields how many bytes it needs next, and is sent them."""
+        (size,) = LENGTH.unpack((yield LENGTH.size))
+        if size > _MAX_HEAD_BYTES:
+            raise ChannelError(NO_MESSAGE)
+        (head,) = decode((yield size)).parts
+        body, payload = (yield head.body), (yield head.payload)
+        flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+        return unpack_data(body, flat, head.table, self._known)
+
+    def _take(self, size: int) -> bytearray:
+        self._held -= size
+        taken = bytearray()
+        while len(taken) < size:
+            part, missing = self._parts.popleft(), size - len(taken)
+            taken += part[:missing]
+            if len(part) > missing:
+                self._parts.appendleft(part[missing:])
+        return taken
 
 
-def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    for pickler in (_Pickler, _ForgivingPickler):
-        try:
-            return _pickle(value, pickler)
-        except Exception as error:  # from the second one, a container whose own class cannot be pickled
-            failure = UnsendableError(type(value).__qualname__, repr(error))
-    return _pickle(failure, _Pickler)
-
-
-def _pickle(value: Any, kind: type[_Pickler]) -> tuple[bytes, list[torch.Tensor]]:
-    pickler = kind(file := io.BytesIO())
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
-# ------------------------------------------------------------------------------------------------------------- as data
+# Values.
 
 
 def register_data_kind(
@@ -220,7 +122,7 @@ def register_data_kind(
 def unpack_data(
     body: bytes | bytearray, payload: torch.Tensor, table: Sequence[TensorEntry], known: dict[int, torch.Tensor]
 ) -> Any:
-    """The value. Raises ChannelError for anything that `pack` does not write as data. Arguments as for `resolve_tensors`."""
+    """The value. Raises ChannelError for anything that `pack_data` does not write. Arguments as for `resolve_tensors`."""
 
     def read(tree: Any) -> Any:
         if not isinstance(tree, list):
