@@ -232,10 +232,10 @@ def test_a_group_sends_its_requests_before_the_groups_after_the_next_are_prepare
     events: list[str] = []
 
     async def main() -> None:
-        turns = SweepTurns(1000, 1000)
+        turns = SweepTurns(1000)
 
         async def group(number: int) -> None:
-            async with turns.taken("sweep", 1, 10):
+            async with turns.taken("sweep", 10):
                 events.append(f"prepared {number}")
                 await wait(2)  # for the tasks of its requests, and for the call that submits them
                 events.append(f"sent {number}")
@@ -251,10 +251,10 @@ def test_sweeps_start_their_groups_in_turns() -> None:
     order: list[str] = []
 
     async def main() -> None:
-        turns = SweepTurns(100, 100)  # four of these batches at a time
+        turns = SweepTurns(100)  # four of these batches at a time
 
         async def group(sweep: str) -> None:
-            async with turns.taken(sweep, 2, 100):
+            async with turns.taken(sweep, 200):
                 order.append(sweep)
                 await wait(8)
 
@@ -277,11 +277,11 @@ def test_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
     running = [0]
     most = []
 
-    async def main(requests: int, length: int, count: int) -> None:
-        turns = SweepTurns(100, 20)
+    async def main(each: int, count: int) -> None:
+        turns = SweepTurns(100)
 
         async def group(sweep: int) -> None:
-            async with turns.taken(sweep, requests, length):
+            async with turns.taken(sweep, each):
                 running[0] += 1
                 most.append(running[0])
                 await wait(20)
@@ -289,13 +289,11 @@ def test_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
 
         await asyncio.gather(*(group(i % 3) for i in range(count)))
 
-    # Four batches have 400 tokens and 80 requests.
-    asked = ((1, 100, 4), (2, 75, 2), (3, 10, 13), (1, 400, 1), (2, 500, 1), (8, 1, 10), (8, 5, 10))
-    for number, length, expected in asked:
+    for each, expected in ((100, 4), (150, 2), (30, 13), (400, 1), (1000, 1)):
         most.clear()
-        asyncio.run(main(number, length, 40))
-        assert len(most) == 40 and max(most) == expected, (number, length)
-    assert [SweepTurns(2048, 256).jobs(tokens) for tokens in (8, 75, 500, 2048, 9000)] == [32, 27, 4, 1, 1]
+        asyncio.run(main(each, 40))
+        assert len(most) == 40 and max(most) == expected, each
+    assert [SweepTurns(2048).jobs(tokens) for tokens in (8, 75, 500, 2048, 9000)] == [32, 27, 4, 1, 1]
 
 
 def test_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:

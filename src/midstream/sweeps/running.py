@@ -66,9 +66,8 @@ from midstream.sweeps.request import (
 )
 from midstream.sweeps.results import SweepResult
 
-# Requests in a group: few, because the event loop of a server serves others, too. Groups of a sweep at a time: so many that the requests
-# for the next steps come while the engine computes a full one.
-ENGINE_GROUP, ENGINE_GROUPS = 32, 64
+# Requests in a group, and groups of a sweep at a time: few, because the event loop of a server serves others, too.
+ENGINE_GROUP, ENGINE_GROUPS = 32, 16
 PROCESS_GROUP = 128  # jobs on a model in this process
 # The groups of all sweeps together fill at most this many of the engine's batches, since later requests wait for them.
 _BATCHES = 4
@@ -379,7 +378,7 @@ class SweepRun:
         async def run(group: list[Job]) -> None:
             try:
                 async with (
-                    turns.taken(self, len(group) * self._parts, len(ids)),
+                    turns.taken(self, len(group) * self._parts * len(ids)),
                     contextlib.aclosing(self._run_group(ids, answers, group)) as events,
                 ):
                     async for event in events:
@@ -537,15 +536,14 @@ class _Log:
 
 
 class SweepTurns:
-    """Lets the sweeps on one engine start groups of requests in turns. Limits the requests and the prompts' tokens that run at a time.
+    """Lets the sweeps on one engine start groups of requests in turns. Limits the tokens of the prompts that run at a time.
 
     Args:
-        batch, seats: the most tokens that the engine computes in a step, and the most requests.
+        batch: the most tokens that the engine computes in a step.
     """
 
-    def __init__(self, batch: int, seats: int) -> None:
+    def __init__(self, batch: int) -> None:
         self._batch = batch
-        self._seat = batch // seats  # for short prompts, the seats of a step run out before its tokens
         self._used = 0  # tokens
         self._giving: asyncio.AbstractEventLoop | None = None  # will give the next turn
         # By sweep, in the order of their next turns: the waiting groups, each with its tokens.
@@ -556,14 +554,9 @@ class SweepTurns:
         return max(1, min(ENGINE_GROUP, self._batch // tokens))
 
     @contextlib.asynccontextmanager
-    async def taken(self, sweep: object, requests: int, length: int) -> AsyncIterator[None]:
-        """A block that runs in the turn of a group of `sweep`. A group that is larger than the limit runs alone.
-
-        Args:
-            requests: the number of requests in the group.
-            length: the tokens of each request's prompt.
-        """
-        turn, tokens = asyncio.get_running_loop().create_future(), requests * max(length, self._seat)
+    async def taken(self, sweep: object, tokens: int) -> AsyncIterator[None]:
+        """A block that runs in the turn of a group of `sweep`. A group that is larger than the limit runs alone."""
+        turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sweep, deque()).append((turn, tokens))
         self._give_soon()
         try:

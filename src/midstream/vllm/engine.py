@@ -111,8 +111,7 @@ class EngineConnection:
         # Probes of every request whose scores are for the engine's operator, and a function that takes these and who has ended a sample.
         self.watched: Sequence[Probe] = ()
         self.note_scores: Callable[[Sequence[ScoreChunk], str | None], object] = lambda scores, ended_by: None
-        scheduling = self.config.scheduler_config
-        self.sweep_turns = SweepTurns(scheduling.max_num_batched_tokens, scheduling.max_num_seqs)
+        self.sweep_turns = SweepTurns(self.config.scheduler_config.max_num_batched_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         if self._stepper is None:
