@@ -114,8 +114,10 @@ def expect(where: str, found: str, written: str) -> None:
 def run_script(page: str, block: Block, folder: Path) -> str:
     """Run a block as a program of its own; what it printed, where its comments say so.
 
-    The README's is started as a newcomer starts it. The others are forked from a process that has imported vLLM, which is faster.
+    The README's is started as a newcomer starts it. The others are forked from a process that has imported vLLM, which is faster, and
+    their engines are forked, too.
     """
+    assert 'if __name__ == "__main__":' in block.text  # else an engine's processes would run it again
     file, output, errors = (folder / name for name in ("script.py", "output", "errors"))
     file.write_text(block.text)
     if page == "README.md":
@@ -126,7 +128,7 @@ def run_script(page: str, block: Block, folder: Path) -> str:
     else:
         unset = dict.fromkeys(os.environ.keys() - script_environment().keys())
         run = partial(run_in, folder, file)
-        code = Program(run, [str(file)], output, {**script_environment(), **unset}, errors).wait(600)
+        code = Program(run, [str(file)], output, {**script_environment(), **unset}, errors).run(600)
     assert code == 0, errors.read_text()[-4000:]
     written = [match[1] for line in block.text.splitlines() if (match := EXPECTED.search(line))]
     lines = [line.strip() for line in output.read_text().splitlines()]

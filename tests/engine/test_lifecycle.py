@@ -57,7 +57,7 @@ def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callabl
     ],
 )
 def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client], how: signal.Signals) -> None:
-    script = client("kill")
+    script = client("kill", is_forked=False)  # and its processes are spawned, as users have them
     script.wait_for("first")
     segments, (made,) = script.shared_memory(), script.directory.glob("midstream-*")
     assert segments and len(script.processes()) > 1

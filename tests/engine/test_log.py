@@ -52,8 +52,13 @@ def run_forked(command: dict[str, Any], *arguments: str) -> subprocess.Completed
     """The script in a process that has imported vLLM: for what the import has no part in."""
     argv, environment = script(*arguments)[1:], {**command["env"], **dict.fromkeys(LOGS)}
     output, errors = (command["cwd"] / name for name in ("output", "errors"))
-    code = Program(partial(runpy.run_path, argv[0], None, "__main__"), argv, output, environment, errors).wait(300)
+    code = Program(partial(run_in, command["cwd"], argv[0]), argv, output, environment, errors).run(300)
     return subprocess.CompletedProcess(argv, code, output.read_text(), errors.read_text())
+
+
+def run_in(folder: Path, file: str) -> None:
+    os.chdir(folder)
+    runpy.run_path(file, None, "__main__")
 
 
 def test_a_terminal_shows_one_line_that_is_cleared_and_what_traces_print(
@@ -146,6 +151,7 @@ def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
     assert done.returncode == 0, done.stderr
     told, logged = done.stdout.splitlines()
     assert json.loads(told)["there"] and logged.endswith("logged after the start")
+    assert "Starting vLLM" not in done.stderr and "pid=" not in done.stderr
     assert not list(tmp_path.glob("vllm-*"))
 
 

@@ -1,4 +1,4 @@
-"""`midstream serve` under load: tests/support/load.py for 15 seconds, vLLM's own `bench serve`, and clients that do not read (G1, G12)."""
+"""`midstream serve` under load: tests/support/load.py for 30 seconds, vLLM's own `bench serve`, and clients that do not read (G1, G12)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from midstream import demo_model
 
 pytestmark = pytest.mark.engine
 
-CLIENTS, SECONDS = 64, 15.0
+CLIENTS, SECONDS = 64, 30.0
 DOWNLOADS = 100
 UNREAD = 24  # more than requests in a batch, and than threads of the server's event loop
 

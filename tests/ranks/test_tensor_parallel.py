@@ -332,7 +332,7 @@ def test_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
 
 @pytest.mark.matrix  # test_pipeline.py has the same on two stages
 def test_nothing_grows(tp2: VLLM) -> None:
-    """200 requests that read sharded sites whole."""
+    """Nearly 200 requests that read sharded sites whole."""
 
     def read(model: Any, tracer: Any) -> Any:
         total = 0.0

@@ -41,7 +41,7 @@ def start(**arguments: Any) -> VLLM:
 
 
 def start_spawned(**arguments: Any) -> VLLM:
-    """The same with processes as users have them, for tests of how engines begin and end."""
+    """The same with processes as users have them, for tests of how engines begin and end. In a `forked.Program` they are forked."""
     from midstream import VLLM, demo_model
 
     arguments = {**RANKS, **arguments}

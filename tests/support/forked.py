@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,14 @@ class Program:
         if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return self.returncode
+
+    def run(self, timeout: float) -> int:
+        """Wait for its end. After `timeout` seconds it and its processes are killed: tests would wait for it when they end."""
+        try:
+            return self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

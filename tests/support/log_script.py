@@ -1,5 +1,6 @@
-"""Run by test_log.py in a process of its own, without vLLM's environment variables about logs. `fail` and `kill` are forked from a process
-that has imported vLLM.
+"""Run by test_log.py in a process of its own, without vLLM's environment variables about logs.
+
+`fail`, `kill` and `here` are forked from a process that has imported vLLM.
 
 python log_script.py close                     an engine that is closed
 python log_script.py fail                      one that cannot start

@@ -206,9 +206,9 @@ class Loader(IterableDataset):  # type: ignore[misc]
     """Batches of a directory's rows. Made by `Store.loader`.
 
     An iterator: `next(loader)` gives a batch. After a `break`, the next loop goes on where the first one stopped. With `epochs`, it ends
-        after that many passes, and another loop begins the next ones. It is also a `torch.utils.data.IterableDataset`: with
-        `DataLoader(loader, batch_size=None, num_workers=4)` each worker gives other rows. Without `persistent_workers=True`, each loop over
-        the DataLoader has the same order.
+    after that many passes, and another loop begins the next ones. It is also a `torch.utils.data.IterableDataset`: with
+    `DataLoader(loader, batch_size=None, num_workers=4)` each worker gives other rows. Without `persistent_workers=True`, each loop over
+    the DataLoader has the same order.
 
     Attributes:
         rows: how many rows an epoch has, those of all ranks together.
