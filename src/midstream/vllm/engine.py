@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import secrets
 import selectors
 import threading
@@ -39,6 +40,7 @@ from midstream.vllm.captures import RowReceiver
 
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 _PATIENCE = 0.05  # seconds that coroutines may work without a step. vLLM's process begins no step while requests come without a pause
+_YOUNG_OBJECTS = 50_000  # more than the requests that run at a time have
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 
 
@@ -352,7 +354,7 @@ class Stepper:
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The coroutine's result. Calls from several threads run one after the other."""
-        with self._lock, _no_running_loop():
+        with self._lock, _no_running_loop(), _few_collections():
             task = self._loop.create_task(coroutine)
             try:
                 return self._loop.run_until_complete(task)
@@ -440,6 +442,22 @@ class _Selector(selectors.DefaultSelector):
         if self._step(timeout is None or timeout > 0):
             timeout = 0
         return super().select(timeout)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """A block in which Python collects garbage only after `_YOUNG_OBJECTS` new objects.
+
+    A running request has about a hundred objects. After Python's 700, those of running requests would soon count as old, and so many old
+    ones have Python search all objects of the process again and again: half a second each time once PyTorch and vLLM are imported.
+    """
+    before = gc.get_threshold()
+    if 0 < before[0] < _YOUNG_OBJECTS:
+        gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager
