@@ -40,7 +40,7 @@ from midstream.vllm.captures import RowReceiver
 
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 _PATIENCE = 0.05  # seconds that coroutines may work without a step. vLLM's process begins no step while requests come without a pause
-_YOUNG_OBJECTS = 50_000  # more than the requests that run at a time have
+_YOUNG_OBJECTS = 50_000  # about as many as 500 running requests have
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 
 
