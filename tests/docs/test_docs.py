@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from forked import Program
 from servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,19 +127,14 @@ def run_script(page: str, block: Block, folder: Path) -> str:
         code = done.returncode
     else:
         unset = dict.fromkeys(os.environ.keys() - script_environment().keys())
-        run = partial(run_in, folder, file)
-        code = Program(run, [str(file)], output, {**script_environment(), **unset}, errors).run(600)
+        run = partial(forked.run_script, file, folder)
+        code = forked.Program(run, [str(file)], output, {**script_environment(), **unset}, errors).run(600)
     assert code == 0, errors.read_text()[-4000:]
     written = [match[1] for line in block.text.splitlines() if (match := EXPECTED.search(line))]
     lines = [line.strip() for line in output.read_text().splitlines()]
     for number, text in enumerate(written):
         assert text in lines, f"`{text}` (comment {number} of the block) was not printed: {lines}"
     return output.read_text()
-
-
-def run_in(folder: Path, file: Path) -> None:
-    os.chdir(folder)
-    runpy.run_path(str(file), None, "__main__")
 
 
 def run_shell(page: str, block: Block, folder: Path) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from forked import Program
+from forked import Program, run_script
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
@@ -51,14 +50,10 @@ def script(*arguments: str) -> list[str]:
 def run_forked(command: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
     """The script in a process that has imported vLLM: for what the import has no part in."""
     argv, environment = script(*arguments)[1:], {**command["env"], **dict.fromkeys(LOGS)}
+    run = partial(run_script, Path(argv[0]), command["cwd"])
     output, errors = (command["cwd"] / name for name in ("output", "errors"))
-    code = Program(partial(run_in, command["cwd"], argv[0]), argv, output, environment, errors).run(300)
+    code = Program(run, argv, output, environment, errors).run(300)
     return subprocess.CompletedProcess(argv, code, output.read_text(), errors.read_text())
-
-
-def run_in(folder: Path, file: str) -> None:
-    os.chdir(folder)
-    runpy.run_path(file, None, "__main__")
 
 
 def test_a_terminal_shows_one_line_that_is_cleared_and_what_traces_print(

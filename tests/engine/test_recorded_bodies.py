@@ -102,7 +102,7 @@ def test_the_callers_vectors_are_as_they_were(model):
 
 
 def chunks(count: int, always: int) -> Any:
-    """Random bodies in groups, each of which is one test. `./test` runs so many of them."""
+    """Random bodies in groups, each of which is one test. `./test` runs the first `always` of them."""
     starts = range(FIRST, FIRST + count, CHUNK)
     seeds = [range(start, min(start + CHUNK, FIRST + count)) for start in starts]
     marks = [pytest.mark.matrix if each.start >= FIRST + always else () for each in seeds]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from engines import left
-from forked import Program
+from forked import Program, run_script
 
 SCRIPT = Path(__file__).with_name("lifecycle_script.py")
 
@@ -36,8 +35,7 @@ class Client:
         argv, own = [str(SCRIPT), mode, str(directory), *more], {"VLLM_RPC_BASE_PATH": str(directory)}
         self.process: Program | subprocess.Popen[bytes]
         if is_forked:
-            run = partial(runpy.run_path, str(SCRIPT), None, "__main__")
-            self.process = Program(run, argv, self.output, own, errors)
+            self.process = Program(partial(run_script, SCRIPT), argv, self.output, own, errors)
             return
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **own}
         with self.output.open("w") as out, errors.open("w") as err:

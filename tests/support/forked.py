@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -91,6 +92,13 @@ class Program:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def run_script(file: Path, folder: Path | None = None) -> None:
+    """Run a file as a program, in `folder` if it is given. What a `Program` runs."""
+    if folder is not None:
+        os.chdir(folder)
+    runpy.run_path(str(file), None, "__main__")
 
 
 def _run_program(

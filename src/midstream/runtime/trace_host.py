@@ -40,9 +40,8 @@ from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
 from midstream.trace.weights import on_device
 
-FindNotFinite = Callable[
-    [], dict[str, NotFinite]
-]  # waits for a step's rows; request id -> where it became infinite or NaN
+# Waits for a step's rows. Returns request id -> where its rows became infinite or NaN.
+FindNotFinite = Callable[[], dict[str, NotFinite]]
 
 
 @dataclass

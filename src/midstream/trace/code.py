@@ -28,9 +28,8 @@ from midstream.tree import map_tensors
 
 RETURNED = "return"  # the name of a function's return value among the saved values
 STOPPED = "trace:stop"  # the stop reason of a request that `tracer.stop()` has ended
-ORIGINALS: WeakKeyDictionary[type, type] = (
-    WeakKeyDictionary()
-)  # a copy of a class that `shipping` has made -> the class
+# A copy of a class that `shipping` has made -> the class.
+ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 _HASHED_BYTES = 1 << 20  # larger arrays are not checked for changes
 
 

@@ -448,8 +448,9 @@ class _Selector(selectors.DefaultSelector):
 def _few_collections() -> Iterator[None]:
     """A block in which Python collects garbage only after `_YOUNG_OBJECTS` new objects.
 
-    A running request has about a hundred objects. After Python's 700, those of running requests would soon count as old, and so many old
-    ones have Python search all objects of the process again and again: half a second each time once PyTorch and vLLM are imported.
+    A running request has about a hundred objects. With Python's threshold of 700, they survive two collections, and then count as old.
+    Each time the old objects have become a quarter more, Python searches all objects of the process. That takes half a second if PyTorch
+    and vLLM are imported.
     """
     before = gc.get_threshold()
     if 0 < before[0] < _YOUNG_OBJECTS:
