@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,10 +41,9 @@ _TYPES = {
     "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
-# Operations whose second argument may be a number of its own for each row. From integers they may compute floats.
-_WITH_NUMBER = frozenset(
-    f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
-)
+# Operations whose second argument may be a number of its own for each row.
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_WITH_NUMBER = frozenset("add sub mul div".split()) | _COMPARISONS
 _MOST_KNOWN = 1024
 _known: dict[str, Checked] = {}  # the facts about programs by their structure
 _SLOWER = 16  # the work of an operation in `SLOW`, relative to others
@@ -324,14 +323,30 @@ class Form:
     """
 
     key: str
-    slots: dict[tuple[int, int], Any]
+    slots: dict[tuple[int, int], Number | Const]
+
+
+class Number(NamedTuple):
+    """A number that may differ between programs of one form.
+
+    Attributes:
+        dtype: with which PyTorch uses it. A tensor of this dtype in its place gives the same bits.
+    """
+
+    value: float
+    dtype: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """The number, `[]`. A number outside the dtype's range becomes infinite, as it does in PyTorch's arithmetic."""
+        exact = torch.float64 if isinstance(self.value, float) else torch.int64
+        return torch.tensor(self.value, dtype=exact).to(self.dtype)
 
 
 def form_of(program: Any, results: Sequence[Shaped]) -> Form:
     """The form of a `Program`, whose module imports this one. `results`: of its steps."""
     single = [bool(result.rows == 1) for result in results]
     uses: dict[int, list[tuple[int, int] | None]] = {}
-    slots: dict[tuple[int, int], Any] = {}
+    slots: dict[tuple[int, int], Number | Const] = {}
     for number, step in enumerate(program.steps):
         for place, arg in enumerate((*step.args, *(value for _, value in step.kwargs))):
             is_direct = place < len(step.args) and single[number]
@@ -340,8 +355,8 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
                     step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
                 )
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
-            elif is_direct and place == 1 and _takes_number(step, arg, results):
-                slots[number, place] = float(arg)
+            elif is_direct and place == 1 and (dtype := _dtype_of_number(program, step, results)) is not None:
+                slots[number, place] = Number(arg, dtype)
             for other in objects_in(arg, Const) if isinstance(arg, tuple) else ():
                 uses.setdefault(other.place, []).append(None)
     for place, where in uses.items():
@@ -356,20 +371,31 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
     return Form(_form_key(program, slots), slots)
 
 
-def _takes_number(step: Step, arg: Any, results: Sequence[Shaped]) -> bool:
-    """Whether each row may have its own number `arg`, in a bank of float32, as a step's second argument. The first argument is floating
-    then.
+def _dtype_of_number(program: Any, step: Step, results: Sequence[Shaped]) -> torch.dtype | None:
+    """The dtype with which PyTorch uses the number that is a step's second argument. None if the programs of a form must have the same
+    argument there.
+
+    The first argument must be floating: then a number changes no dtype, whether it is whole or not. Arithmetic with a number is computed
+    in float32 for half precision. Comparisons are made in the first argument's dtype.
     """
-    first, is_number = step.args[0], type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
+    name, first = step.op.partition(".")[0], step.args[0]
     if (
-        not is_number
-        or step.op not in _WITH_NUMBER
+        name not in _WITH_NUMBER
+        or len(step.args) != 2
         or step.kwargs
         or not isinstance(first, Ref)
         or first.out is not None
     ):
-        return False
-    return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
+        return None
+    number = step.args[1]
+    if type(number) not in (int, float) or not (math.isinf(number) or abs(number) <= FLOAT32_MAX):
+        return None
+    if first.step >= 0 and results[first.step].rows != 1:
+        return None
+    dtype: torch.dtype = results[first.step].meta.dtype if first.step >= 0 else getattr(torch, program.dtype)
+    if not dtype.is_floating_point:
+        return None
+    return dtype if dtype == torch.float64 or name in _COMPARISONS else torch.float32
 
 
 def _form_key(program: Any, slots: dict[tuple[int, int], Any]) -> str:

@@ -2,7 +2,8 @@
 
 `plan.checking` runs a program without numbers. Each result is either the same for all rows, or its first axis has a group of entries for
 each row. Each operation has a rule, which derives this from its arguments and refuses arguments that would combine different groups. Rules
-also track the range of indices: an index out of range would end the engine's process.
+also track the range of indices: an index out of range would end the engine's process. A result has a range only if its inputs prove it.
+As a second protection, `clamp_indices` moves all indices inside when a program runs.
 
 Legend: R rows.
 """
@@ -228,7 +229,7 @@ def _joined(more: int) -> Rule:
 
 
 def _within(index: Shaped, size: int) -> None:
-    if index.bound is None or index.bound > size:
+    if index.bound is None or index.bound > size or (size == 0 and index.meta.numel()):
         raise Mixes(
             "its indices may lie outside: they have to be constants, or to come from topk, sort, argmax or the like"
         )
@@ -244,6 +245,11 @@ def _gather(call: OpCall) -> RuleResult:
         raise Mixes("its arguments have the rows on different axes")
     _within(index, x.meta.shape[dim])
     return RuleResult(x.rows, x.bound)
+
+
+def _scatter(call: OpCall) -> RuleResult:
+    """A copy of x with other numbers at some places."""
+    return RuleResult(_gather(call).rows)
 
 
 def _indexed(call: OpCall) -> RuleResult:
@@ -365,9 +371,9 @@ RULES: dict[str, Rule] = {
     "cat.default": _joined(0),
     "stack.default": _joined(1),
     "gather.default": _gather,
-    "scatter.src": _gather,
-    "scatter.value": _gather,
-    "scatter_add.default": _gather,
+    "scatter.src": _scatter,
+    "scatter.value": _scatter,
+    "scatter_add.default": _scatter,
     "index.Tensor": _indexed,
     "index_put.default": _indexed,
     "index_select.default": _index_select,
@@ -377,6 +383,13 @@ RULES: dict[str, Rule] = {
     "prelu.default": _prelu,
 }
 ELEMENTWISE = frozenset(name for name, rule in RULES.items() if rule in (_elementwise, _floating))
+# The operations that index -> the argument with the indices, and the one that they are about.
+INDEXING = {
+    **dict.fromkeys(("index.Tensor", "index_put.default"), ("indices", "self")),
+    **dict.fromkeys(("gather.default", "index_select.default"), ("index", "self")),
+    **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add.default"), ("index", "self")),
+    "embedding.default": ("indices", "weight"),
+}
 SIZED = {"reshape.default": "shape", "expand.default": "size", "full.default": "size"}
 
 
@@ -388,6 +401,28 @@ def overload(name: str) -> Any:
     if found is None:
         raise LookupError(name)
     return found
+
+
+def clamp_indices(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Replace the indices among an operation's arguments by the nearest that its tensor has, in place.
+
+    The rules have proved that all indices lie inside. If a rule is wrong, clamping keeps its mistake from ending the engine.
+    """
+    which, of = INDEXING[name]
+    places = {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
+
+    def given(argument: str) -> Any:
+        return args[places[argument]] if places[argument] < len(args) else kwargs[argument]
+
+    x, indices = given(of), given(which)
+    if isinstance(indices, list):
+        inside: Any = [each if each is None else each.clamp(0, x.shape[i] - 1) for i, each in enumerate(indices)]
+    else:
+        inside = indices.clamp(0, x.shape[given("dim") if of == "self" else 0] - 1)
+    if places[which] < len(args):
+        args[places[which]] = inside
+    else:
+        kwargs[which] = inside
 
 
 def on_device(name: str, device: torch.device | str) -> dict[str, Any]:
