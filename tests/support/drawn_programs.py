@@ -8,6 +8,7 @@ another. What the check refuses is drawn again.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import Counter
@@ -19,6 +20,7 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.plan.building import Builder, StepResult
+from midstream.plan.checking import Checker
 from midstream.plan.program import Program
 from midstream.plan.rowwise import INDEXING, RULES, overload
 from midstream.plan.running import ProgramBank, run, try_out, unpacked
@@ -28,6 +30,7 @@ W = 6
 ROWS = 7
 INTEGERS = [0, 1, -1, 2, 3, 5, -7, 127, 255, 1 << 15, (1 << 24) + 1, (1 << 53) + 1, (1 << 63) - 1, -(1 << 63)]
 FLOATS = [0.0, -0.0, 0.1, 0.5, -1.5, 3.7, 1e-45, 5e-324, 1e-8, 65504.0, 1e5, 1e38, -3e38, 1e300, math.inf, -math.inf]
+FLOATING = ["float32", "bfloat16", "float16", "float64"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 # Products of matrices add up in another order when each row has its own matrix.
 PRODUCTS = {"mm.default", "mv.default"}
@@ -77,8 +80,10 @@ class Drawer:
         refused: operation -> how often the check has refused it.
     """
 
-    def __init__(self, rng: random.Random, dtype: str, hostile: float = 0.3) -> None:
-        self.rng, self.hostile = rng, hostile
+    def __init__(self, rng: random.Random, dtype: str) -> None:
+        self.rng, self.hostile = rng, rng.choice([0.0, 0.3, 0.8])
+        self.first: StepResult | None = None  # what operations are about, if it is fixed
+        self.first_name = ""
         self.builder = Builder(W, dtype)
         self.refused = Counter[str]()
         self.pool = [self.builder.input]
@@ -125,6 +130,11 @@ class Drawer:
     def tensor(self, name: str) -> Any:
         """An argument that is a tensor: one of the last results, or any, or a constant, or a number."""
         rng, pool = self.rng, self.pool
+        if self.first is not None and name == self.first_name:
+            return self.first
+        if name in ("mat1", "mat2", "vec", "weight", "values", "batch") and rng.random() < 0.8:
+            like = self.first.dtype if self.first is not None else self.builder.input.dtype
+            return rng.choice([each for each in (*self.constants, *pool) if each.dtype == like])
         if name in _INDEX_NAMES or self.is_about_indices:
             whole = [each for each in (*self.constants, *pool) if each.dtype == torch.int64]
             return rng.choice([rng.choice(whole), rng.choice(whole[-3:]), whole[-1]])
@@ -177,7 +187,7 @@ class Drawer:
             given = {each.name: self.argument(each.name, str(each.real_type)) for each in taken}
             positional = [each.name for each in schema if not each.kwarg_only]
             cut = next((i for i, name in enumerate(positional) if name not in given), len(positional))
-            cut = self.rng.choice([cut, cut, self.rng.randint(0, cut)])
+            cut = self.rng.choice([cut, cut, cut, self.rng.randint(0, cut)])
             args = [given.pop(name) for name in positional[:cut]]
             try:
                 found = self.builder.add(op, args, given, 0, self.rng.randint(0, 1))
@@ -207,7 +217,7 @@ class Drawer:
 
 def drawn(rng: random.Random, op: str | None = None, refused: Counter[str] | None = None) -> Program | None:
     """A program of several operations, one of which is `op`; None if the check refuses it."""
-    drawer = Drawer(rng, rng.choice(["float32", "float32", "bfloat16", "float16", "float64"]))
+    drawer = Drawer(rng, rng.choice(["float32", *FLOATING]))
 
     def some() -> list[str]:
         return [rng.choice(rng.choice([_OFTEN, sorted(RULES)])) for _ in range(rng.choice([0, 0, 1, 3, 6]))]
@@ -218,6 +228,22 @@ def drawn(rng: random.Random, op: str | None = None, refused: Counter[str] | Non
         made = drawer.add(each) or made
     if refused is not None:
         refused.update(drawer.refused)
+    try:
+        return drawer.program(made) if made is not None else None
+    except PlanError:
+        return None
+
+
+def drawn_alone(rng: random.Random, op: str, dtype: str) -> Program | None:
+    """A program of one operation on a value that is converted to a dtype; None if the check refuses all that were drawn."""
+    drawer = Drawer(rng, dtype if dtype in FLOATING and rng.random() < 0.5 else rng.choice(FLOATING))
+    first = drawer.first = next(each for each in drawer.pool[1:] if str(each.dtype) == f"torch.{dtype}")
+    names = [a.name for a in overload(op)._schema.arguments if str(a.real_type) == "Tensor" and a.name != "condition"]
+    drawer.first_name = next((name for name in ("mat1", *names) if name in names), "")
+    for shape in ((W,), (W, W), (W, 1), (1, W), ()):
+        drawer.constants += [numbers(rng, shape, first.dtype)] * 4
+    drawer.pool.append(drawer.builder.add("select.int", (first, 1, 0), {}, 0))
+    made = drawer.add(op, 60)
     try:
         return drawer.program(made) if made is not None else None
     except PlanError:
@@ -240,10 +266,13 @@ def other_of_form(rng: random.Random, program: Program) -> Program:
     return replace(program, steps=tuple(steps), constants=tuple(constants))
 
 
-def plain_result(program: Program, x: torch.Tensor, *further: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A program's results: its operations, called one after the other with the arguments as they are written."""
-    dtype = getattr(torch, program.dtype)
-    inputs, results = [each.to(dtype) for each in (x, *further)], list[Any]()
+def plain_result(program: Program, x: torch.Tensor, results: list[Any] | None = None) -> tuple[torch.Tensor, ...]:
+    """A program's results: its operations, called one after the other with the arguments as they are written.
+
+    Args:
+        results: gets the result of each step.
+    """
+    h, results = x.to(getattr(torch, program.dtype)), results if results is not None else []
     whole = [
         torch.frombuffer(bytearray(c.data or b"\0" * 8), dtype=getattr(torch, c.dtype))[: math.prod(c.shape)]
         .view(c.shape)
@@ -254,7 +283,7 @@ def plain_result(program: Program, x: torch.Tensor, *further: torch.Tensor) -> t
     def of(arg: Any) -> Any:
         match arg:
             case Ref(step=step, out=out):
-                found = inputs[-1 - step] if step < 0 else results[step]
+                found = h if step < 0 else results[step]
                 return found if out is None else found[out]
             case Const(place=place):
                 return whole[place]
@@ -296,34 +325,45 @@ def described(program: Program) -> str:
     return f"{program.dtype} {[step[:3] for step in program.steps]} {program.results} {[list(c.numbers) for c in program.constants]}"
 
 
+def form_of(rng: random.Random, program: Program, device: torch.device) -> list[Program]:
+    """The program and others of its form; none if the engine would refuse one."""
+    form = [program]
+    for _ in range(3 if program.form.slots else 0):
+        with contextlib.suppress(PlanError):
+            form.append(other_of_form(rng, program))
+    try:
+        for each in form:
+            assert each.form.key == program.form.key, described(program)
+            try_out(each, device)
+    except PlanError:
+        return []
+    return form
+
+
+def bank_of(form: Sequence[Program], device: torch.device) -> ProgramBank:
+    bank = ProgramBank(form[0], 4, device)
+    for place, each in enumerate(form):
+        bank.put(place, each)
+    return bank
+
+
 def attack(rng: random.Random, device: torch.device, op: str | None = None) -> Program | None:
     """Run a program, and others of its form, alone and together. Returns it, or None if the check or the engine has refused it.
 
     Raises:
-        AssertionError: a row depends on another one.
+        AssertionError: a row depends on another one, or an index on numbers that its bound does not allow.
         Exception: a program raises that was accepted. On a GPU also a failed assertion of the device.
     """
     program = drawn(rng, op)
-    if program is None:
-        return None
-    form = [program]
-    for _ in range(3 if program.form.slots else 0):
-        try:
-            form.append(other_of_form(rng, program))
-        except PlanError:
-            continue
-    try:
-        for each in form:
-            assert each.form.key == program.form.key
-            try_out(each, device)
-    except PlanError:
+    form = form_of(rng, program, device) if program is not None else []
+    if not form:
         return None
     try:
         _run_all(rng, form, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:
-        error.add_note(described(program))
+        error.add_note(described(form[0]))
         raise
     return program
 
@@ -331,18 +371,69 @@ def attack(rng: random.Random, device: torch.device, op: str | None = None) -> P
 def _run_all(rng: random.Random, form: list[Program], device: torch.device) -> None:
     program = form[0]
     dtype = getattr(torch, program.dtype)
-    x_RH = rows_of(rng, ROWS, dtype).to(device)
+    on_host = rows_of(rng, ROWS, dtype)
+    x_RH = on_host.to(device)
+    _check_bounds(program, on_host)
     for rows in (0, 1, 2, ROWS):
         run(program, x_RH[:rows])
-    bank = ProgramBank(program, 4, device)
-    for place, each in enumerate(form):
-        bank.put(place, each)
+    bank = bank_of(form, device)
     which_R = torch.tensor([rng.randrange(len(form)) for _ in range(ROWS)], device=device)
     together = bank.run(x_RH, which_R)
     kept = rng.randrange(ROWS)
     other_RH = rows_of(rng, ROWS, dtype).to(device)
     other_RH[kept] = x_RH[kept]
-    assert_same(program, bank.run(other_RH, which_R)[[kept]], together[[kept]], "a row in a bank depends on other rows")
+    other = bank.run(other_RH, which_R)
+    assert_same(program, other[[kept]], together[[kept]], "a row in a bank depends on other rows")
     mine = form[int(which_R[kept])]
-    alone = run(mine, x_RH)
-    assert_same(program, run(mine, other_RH)[[kept]], alone[[kept]], "a row depends on other rows")
+    assert_same(program, run(mine, other_RH)[[kept]], run(mine, x_RH)[[kept]], "a row depends on other rows")
+
+
+def _check_bounds(program: Program, x: torch.Tensor) -> None:
+    """The numbers of each result lie within the bound that the check infers."""
+    checker = Checker(len(x))
+    checker.add_input(program.width, program.dtype)
+    for constant in program.constants:
+        checker.add_constant(constant)
+    results = list[Any]()
+    plain_result(program, x, results=results)
+    for step, found in zip(program.steps, results, strict=True):
+        checker.run(step)
+        known = checker.results[-1]
+        each = zip(known, found, strict=True) if isinstance(known, tuple) else [(known, found)]
+        for shaped, numbers_of in each:
+            inside = shaped.bound is None or bool(((numbers_of >= 0) & (numbers_of < shaped.bound)).all())
+            assert inside, f"{step.op} is not below {shaped.bound}"
+
+
+def compare_bank(rng: random.Random, program: Program, device: torch.device) -> bool:
+    """Compare a bank with each of its programs, and these on a CPU with `plain_result`. Returns False if the engine refuses the program.
+
+    All numbers are equal. Only products with a matrix of each row's own are equal up to rounding: PyTorch adds them up in another order.
+    """
+    form = form_of(rng, program, device)
+    if not form:
+        return False
+    x = rows_of(rng, ROWS, getattr(torch, program.dtype)).to(device)
+    which = [rng.randrange(len(form)) for _ in range(ROWS)]
+    bank = bank_of(form, device)
+    together = results_of(program, bank.run(x, torch.tensor(which, device=device)))
+    rounds = any(program.steps[at].op in PRODUCTS for at, _ in program.form.slots)
+    for place, each in enumerate(form):
+        mine = [row for row in range(ROWS) if which[row] == place]
+        alone = results_of(each, bank.alone(place, each).run(x, None))
+        for a, b in zip(alone, together, strict=True):
+            equal = same(a[mine], b[mine]) or (rounds and is_close(a[mine], b[mine]))
+            assert equal, f"{b[mine]} in a bank, {a[mine]} alone: {described(each)}"
+        if device.type == "cpu":
+            plain = [one.reshape(a.shape).to(a.dtype) for a, one in zip(alone, plain_result(each, x), strict=True)]
+            for a, b, one in zip(results_of(each, run(each, x)), together, plain, strict=True):
+                assert same(a, one), f"{a} alone, {one} by PyTorch: {described(each)}"
+                equal = same(b[mine], one[mine]) or (rounds and is_close(b[mine], one[mine]))
+                assert equal, f"{b[mine]} in a bank, {one[mine]} by PyTorch: {described(each)}"
+    return True
+
+
+def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the numbers are equal up to the rounding of their dtype."""
+    eps = torch.finfo(a.dtype).eps if a.dtype.is_floating_point else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=8 * eps, atol=8 * eps, equal_nan=True)

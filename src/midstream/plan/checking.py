@@ -17,6 +17,7 @@ import torch
 from midstream.errors import PlanError
 from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import (
+    BY_LAYOUT,
     ELEMENTWISE,
     RULES,
     SIZED,
@@ -327,19 +328,21 @@ class Form:
 
 
 class Number(NamedTuple):
-    """A number that may differ between programs of one form.
+    """A number that may differ between programs of one form. A tensor in its place gives the same bits.
 
     Attributes:
-        dtype: with which PyTorch uses it. A tensor of this dtype in its place gives the same bits.
+        dtype: of that tensor, and of the arithmetic.
+        rounded: the dtype to which PyTorch rounds the number before, on a CPU.
     """
 
     value: float
     dtype: torch.dtype
+    rounded: torch.dtype
 
-    def tensor(self) -> torch.Tensor:
-        """The number, `[]`. A number outside the dtype's range becomes infinite, as it does in PyTorch's arithmetic."""
-        exact = torch.float64 if isinstance(self.value, float) else torch.int64
-        return torch.tensor(self.value, dtype=exact).to(self.dtype)
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The number, `[]`, for rows on a device. Outside the dtype's range it is infinite, as in PyTorch's arithmetic."""
+        exact = torch.tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else torch.int64)
+        return (exact.to(self.rounded) if device.type == "cpu" else exact).to(self.dtype)
 
 
 def form_of(program: Any, results: Sequence[Shaped]) -> Form:
@@ -352,11 +355,11 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
             is_direct = place < len(step.args) and single[number]
             if isinstance(arg, Const):
                 may_differ = is_direct and (
-                    step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
+                    step.op in ELEMENTWISE - BY_LAYOUT or (step.op in ("mv.default", "mm.default") and place == 1)
                 )
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
-            elif is_direct and place == 1 and (dtype := _dtype_of_number(program, step, results)) is not None:
-                slots[number, place] = Number(arg, dtype)
+            elif is_direct and place == 1 and (own := _number(program, step, results)) is not None:
+                slots[number, place] = own
             for other in objects_in(arg, Const) if isinstance(arg, tuple) else ():
                 uses.setdefault(other.place, []).append(None)
     for place, where in uses.items():
@@ -371,31 +374,26 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
     return Form(_form_key(program, slots), slots)
 
 
-def _dtype_of_number(program: Any, step: Step, results: Sequence[Shaped]) -> torch.dtype | None:
-    """The dtype with which PyTorch uses the number that is a step's second argument. None if the programs of a form must have the same
-    argument there.
+def _number(program: Any, step: Step, results: Sequence[Shaped]) -> Number | None:
+    """The number that is a step's second argument, if it may differ between programs of a form.
 
-    The first argument must be floating: then a number changes no dtype, whether it is whole or not. Arithmetic with a number is computed
-    in float32 for half precision. Comparisons are made in the first argument's dtype.
+    The first argument must be floating: then a number changes no dtype, whether it is whole or not. PyTorch compares in the first
+    argument's dtype. Of half precision, it computes in float32. On a CPU it rounds the numbers of sums to half precision before.
     """
     name, first = step.op.partition(".")[0], step.args[0]
-    if (
-        name not in _WITH_NUMBER
-        or len(step.args) != 2
-        or step.kwargs
-        or not isinstance(first, Ref)
-        or first.out is not None
-    ):
+    is_alone = len(step.args) == 2 and not step.kwargs
+    if name not in _WITH_NUMBER or not is_alone or not isinstance(first, Ref) or first.out is not None:
         return None
-    number = step.args[1]
-    if type(number) not in (int, float) or not (math.isinf(number) or abs(number) <= FLOAT32_MAX):
+    value = step.args[1]
+    if type(value) not in (int, float) or not (math.isinf(value) or abs(value) <= FLOAT32_MAX):
         return None
     if first.step >= 0 and results[first.step].rows != 1:
         return None
-    dtype: torch.dtype = results[first.step].meta.dtype if first.step >= 0 else getattr(torch, program.dtype)
-    if not dtype.is_floating_point:
+    own: torch.dtype = results[first.step].meta.dtype if first.step >= 0 else getattr(torch, program.dtype)
+    if not own.is_floating_point:
         return None
-    return dtype if dtype == torch.float64 or name in _COMPARISONS else torch.float32
+    dtype = own if own == torch.float64 or name in _COMPARISONS else torch.float32
+    return Number(value, dtype, own if name in ("add", "sub") else dtype)
 
 
 def _form_key(program: Any, slots: dict[tuple[int, int], Any]) -> str:

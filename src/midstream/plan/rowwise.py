@@ -383,6 +383,11 @@ RULES: dict[str, Rule] = {
     "prelu.default": _prelu,
 }
 ELEMENTWISE = frozenset(name for name, rule in RULES.items() if rule in (_elementwise, _floating))
+# PyTorch's CPU kernels compute these by other code at the end of an axis, so results depend on how the tensors lie in memory.
+BY_LAYOUT = frozenset(
+    _key(name)
+    for name in "pow.Tensor_Tensor fmod.Tensor remainder.Tensor xlogy.Tensor atan2 hypot logaddexp logaddexp2".split()
+)
 # The operations that index -> the argument with the indices, and the one that they are about.
 INDEXING = {
     **dict.fromkeys(("index.Tensor", "index_put.default"), ("indices", "self")),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.checking import plain
+from midstream.plan.checking import PackedResult, plain
 from midstream.plan.program import Program
 from midstream.plan.rowwise import INDEXING, clamp_indices, on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
@@ -75,10 +75,17 @@ def run(program: Program, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.T
     return ProgramBank(program, 1, x_RH.device).run(x_RH, None, *further)
 
 
-def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The bits of results `[R, ...]` as rows of a dtype, one result after the other."""
+def _packed(results: Sequence[torch.Tensor], parts: Sequence[PackedResult], dtype: torch.dtype) -> torch.Tensor:
+    """The bits of results `[R, ...]` as rows of a dtype, one result after the other.
+
+    Args:
+        parts: the results' dtypes. A device may compute another one: on a CPU, the statistics of layer norms have the input's.
+    """
     rows = len(results[0])
-    flat = [_copied(result.reshape(rows, math.prod(result.shape[1:]))).view(torch.int16) for result in results]
+    flat = [
+        _copied(result.reshape(rows, math.prod(part.shape)).to(part.dtype)).view(torch.int16)
+        for result, part in zip(results, parts, strict=True)
+    ]
     words = torch.cat(flat, 1) if len(flat) > 1 else flat[0]
     missing = -words.shape[1] % 8  # up to 16 bytes
     return (torch.nn.functional.pad(words, (0, missing)) if missing else words).view(dtype)
@@ -128,7 +135,9 @@ class ProgramBank:
         """Make the rows with this place use `program`."""
         for slot, value in program.form.slots.items() if self.capacity > 1 else ():
             one = (
-                tensor_of(program.constants[value.place], self._device) if isinstance(value, Const) else value.tensor()
+                tensor_of(program.constants[value.place], self._device)
+                if isinstance(value, Const)
+                else value.tensor(self._device)
             )
             self._banks[slot][place].copy_(one)
 
@@ -189,7 +198,7 @@ class ProgramBank:
                 del results[done]
         found = list(map(tensor, self._program.results))
         if self._program.is_read:
-            return _packed(found, x_RH.dtype)
+            return _packed(found, self._checked.parts, x_RH.dtype)
         return found[0].to(x_RH.dtype)  # type: ignore[no-any-return]
 
     def _with_own(

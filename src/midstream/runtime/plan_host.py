@@ -424,6 +424,7 @@ class PlanHost:
         read_scores = self._score_link.bring(step, self._scoring) if step is not None else None
         if read_scores is None:
             return None
+        failed = step.errors if step is not None else {}
         probed = {name: request.scores for name, request in self._requests.items() if request.scores is not None}
 
         def find() -> StepResults:
@@ -437,7 +438,7 @@ class PlanHost:
                     errors[name] = str(error)
                 else:
                     stops |= {name: stop} if stop is not None else {}
-            return chunks, stops, {**errors, **step.errors}
+            return chunks, stops, errors | failed
 
         return find
 
