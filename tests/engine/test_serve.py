@@ -1150,7 +1150,7 @@ def test_a_program_with_indices_that_nothing_bounds_is_refused(
     edit = Apply("resid_post", layers=LAYER, program=trusting_program(HIDDEN))
     plan = json.loads(Plan.of(edit).to_json())
     for body in ({"midstream": plan}, {"vllm_xargs": {"midstream": json.dumps(plan)}}):
-        with pytest.raises(openai.BadRequestError, match="gather.default: its indices may lie outside"):
+        with pytest.raises(openai.BadRequestError, match=r"gather\.default: its indices may lie outside"):
             complete(client, FRANCE, body)
     status, found = server.generate([20, 30, 40], extra_args={"midstream": plan})
     assert status == 400 and "its indices may lie outside" in json.dumps(found), found

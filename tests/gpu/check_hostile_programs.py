@@ -15,9 +15,9 @@ import itertools
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 from on_gpu import run_checks
 
@@ -38,31 +38,34 @@ def main() -> int:
     device, names = torch.device("cpu" if arguments.cpu else "cuda"), sorted(RULES)
     print(f"seed {arguments.seed}", flush=True)
 
-    def repeated(one: Callable[[random.Random, str, int], bool]) -> Callable[[], None]:
+    def repeated(one: Callable[[random.Random, str, int], Any]) -> Callable[[], None]:
         def check() -> None:
-            ends, ran, accepted = time.monotonic() + arguments.seconds / 2, 0, Counter[str]()
+            ends, drawn, ran, seen = time.monotonic() + arguments.seconds / 2, 0, 0, set[str]()
             for number in itertools.count(arguments.first):
                 if time.monotonic() > ends:
                     break
                 op = names[number % len(names)]
                 try:
-                    accepted[op] += one(random.Random(f"{arguments.seed} {number}"), op, number)
+                    program = one(random.Random(f"{arguments.seed} {number}"), op, number)
                 except BaseException as error:
                     error.add_note(f"--seed {arguments.seed} --first {number}")
                     raise
-                ran += 1
-            missing = [op for op in names if not accepted[op]]
-            print(f"{sum(accepted.values())} of {ran} programs ran; of no {' '.join(missing) or 'operation'}", flush=True)
-            assert sum(accepted.values()) > ran // 3
+                drawn += 1
+                if program is not None:
+                    ran += 1
+                    seen |= {step.op for step in program.steps}
+            missing = " ".join(op for op in names if op not in seen) or "none"
+            print(f"{ran} of {drawn} programs ran; operations that were in none of them: {missing}", flush=True)
+            assert ran > drawn // 3
 
         return check
 
-    def hostile(rng: random.Random, op: str, number: int) -> bool:
-        return attack(rng, device, op) is not None
+    def hostile(rng: random.Random, op: str, number: int) -> Any:
+        return attack(rng, device, op)
 
-    def in_banks(rng: random.Random, op: str, number: int) -> bool:
+    def in_banks(rng: random.Random, op: str, number: int) -> Any:
         program = drawn_alone(rng, op, DTYPES[number // len(names) % len(DTYPES)])
-        return program is not None and compare_bank(rng, program, device)
+        return program if program is not None and compare_bank(rng, program, device) else None
 
     checks = SimpleNamespace(check_hostile_numbers=repeated(hostile), check_banks=repeated(in_banks))
     return 1 if run_checks(checks, str(device)) else 0

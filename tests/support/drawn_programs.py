@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +33,8 @@ FLOATING = ["float32", "bfloat16", "float16", "float64"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 # Products of matrices add up in another order when each row has its own matrix.
 PRODUCTS = {"mm.default", "mv.default"}
+# On a GPU the order of these is left to chance: of sums, of equal places, or among equal numbers.
+UNORDERED = set("scatter_add.default scatter.src index_put.default kthvalue.default median.dim topk.default".split())
 _INDEX_NAMES = ("index", "indices")
 # Half of the operations in a chain are these, so that computed numbers become indices.
 _OFTEN = [
@@ -77,7 +78,6 @@ class Drawer:
 
     Attributes:
         pool: the results that arguments may be.
-        refused: operation -> how often the check has refused it.
     """
 
     def __init__(self, rng: random.Random, dtype: str) -> None:
@@ -85,7 +85,6 @@ class Drawer:
         self.first: StepResult | None = None  # what operations are about, if it is fixed
         self.first_name = ""
         self.builder = Builder(W, dtype)
-        self.refused = Counter[str]()
         self.pool = [self.builder.input]
         self.constants: list[torch.Tensor] = []
         self.is_about_indices = False  # whether the step that is being drawn makes indices of indices
@@ -192,7 +191,6 @@ class Drawer:
             try:
                 found = self.builder.add(op, args, given, 0, self.rng.randint(0, 1))
             except (PlanError, IndexError):
-                self.refused[op] += 1
                 continue
             self.pool.append(found)
             return found
@@ -215,7 +213,7 @@ class Drawer:
         return builder.program(flat)
 
 
-def drawn(rng: random.Random, op: str | None = None, refused: Counter[str] | None = None) -> Program | None:
+def drawn(rng: random.Random, op: str | None = None) -> Program | None:
     """A program of several operations, one of which is `op`; None if the check refuses it."""
     drawer = Drawer(rng, rng.choice(["float32", *FLOATING]))
 
@@ -226,8 +224,6 @@ def drawn(rng: random.Random, op: str | None = None, refused: Counter[str] | Non
         made = drawer.add(each)
     for each in some() if made is not None else ():
         made = drawer.add(each) or made
-    if refused is not None:
-        refused.update(drawer.refused)
     try:
         return drawer.program(made) if made is not None else None
     except PlanError:
@@ -371,10 +367,10 @@ def attack(rng: random.Random, device: torch.device, op: str | None = None) -> P
 def _run_all(rng: random.Random, form: list[Program], device: torch.device) -> None:
     program = form[0]
     dtype = getattr(torch, program.dtype)
-    on_host = rows_of(rng, ROWS, dtype)
-    x_RH = on_host.to(device)
-    _check_bounds(program, on_host)
-    for rows in (0, 1, 2, ROWS):
+    x_RH = rows_of(rng, ROWS, dtype).to(device)
+    if device.type == "cpu":  # a GPU's process would end at an index outside
+        _check_bounds(program, x_RH)
+    for rows in (1, 2, ROWS):
         run(program, x_RH[:rows])
     bank = bank_of(form, device)
     which_R = torch.tensor([rng.randrange(len(form)) for _ in range(ROWS)], device=device)
@@ -383,6 +379,8 @@ def _run_all(rng: random.Random, form: list[Program], device: torch.device) -> N
     other_RH = rows_of(rng, ROWS, dtype).to(device)
     other_RH[kept] = x_RH[kept]
     other = bank.run(other_RH, which_R)
+    if device.type != "cpu" and any(step.op in UNORDERED for step in program.steps):
+        return
     assert_same(program, other[[kept]], together[[kept]], "a row in a bank depends on other rows")
     mine = form[int(which_R[kept])]
     assert_same(program, run(mine, other_RH)[[kept]], run(mine, x_RH)[[kept]], "a row depends on other rows")

@@ -42,6 +42,7 @@ _TYPES = {
     "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
+_WITH_VECTOR = ELEMENTWISE - BY_LAYOUT  # operations for which each row may have a vector of its own
 # Operations whose second argument may be a number of its own for each row.
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _WITH_NUMBER = frozenset("add sub mul div".split()) | _COMPARISONS
@@ -355,7 +356,7 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
             is_direct = place < len(step.args) and single[number]
             if isinstance(arg, Const):
                 may_differ = is_direct and (
-                    step.op in ELEMENTWISE - BY_LAYOUT or (step.op in ("mv.default", "mm.default") and place == 1)
+                    step.op in _WITH_VECTOR or (step.op in ("mv.default", "mm.default") and place == 1)
                 )
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
             elif is_direct and place == 1 and (own := _number(program, step, results)) is not None:

@@ -216,9 +216,8 @@ class ProgramBank:
         if step.op in ("mv.default", "mm.default"):
             right_RHK = each[1].reshape(len(args[0]), args[0].shape[1], -1)
             return torch.bmm(args[0][:, None, :], right_RHK).reshape(-1, *meta.shape[1:])
-        if (
-            own[next(iter(own))].ndim == 1
-        ):  # a number, as a tensor with as many axes, so that it takes part in no type promotion
+        if all(bank.ndim == 1 for bank in own.values()):
+            # With as many axes as the other tensor, it takes part in no type promotion.
             number_R = each[1].reshape(-1, *[1] * (meta.ndim - 1))
             function = getattr(torch.ops.aten, step.op.partition(".")[0]).Tensor
             return function(args[0].to(number_R.dtype), number_R).to(meta.dtype)  # type: ignore[no-any-return]
