@@ -26,6 +26,7 @@ from midstream.plan.rowwise import RULES
 from midstream.plan.running import ProgramBank
 from midstream.plan.running import run as run_program
 from midstream.plan.steps import INPUT, Const, DType, Ref, RowCount
+from midstream.runtime.scores import StepScores
 from midstream.runtime.tables import DeviceTables, RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 
@@ -248,3 +249,13 @@ def test_a_plan_that_cannot_be_held_is_refused(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(edited, x.sin() + 1.0)
     tables.unload(kept)
     assert not tables.profiles and not tables.programs
+
+
+def test_the_last_stage_hears_whose_programs_failed_on_others() -> None:
+    """Scores that a failed program leaves are NaN. Its request ends where the scores are read."""
+    first, last = StepScores(CPU, torch.float32), StepScores(CPU, torch.float32)
+    for each in (first, last):
+        each.place(0)
+    first.errors["a"], last.errors["b"] = "on the first stage", "on the last one"
+    assert last.read([first.queued]) == {}
+    assert last.errors == {"a": "on the first stage", "b": "on the last one"}

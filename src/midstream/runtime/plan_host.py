@@ -166,7 +166,10 @@ class PlanHost:
         request = self._requests.get(name)
         if request is None or not request.loaded.plan.edits:
             return None
-        return not_finite(broken, request.loaded.plan, self.facts.dtype)
+        why, plan = not_finite(broken, request.loaded.plan, self.facts.dtype), request.loaded.plan
+        if self._pipeline.size > 1 and any(edit.runs_program for edit in plan.edits):
+            why += " A program that fails on another pipeline stage also ends its request so; the engine's log has its error."
+        return why
 
     @property
     def requests(self) -> list[str]:
