@@ -21,8 +21,8 @@ from midstream.errors import PlanError
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.checking import Checker
 from midstream.plan.program import Program
-from midstream.plan.rowwise import INDEXING, RULES, overload
-from midstream.plan.running import ProgramBank, run, try_out, unpacked
+from midstream.plan.rowwise import RULES, overload
+from midstream.plan.running import INDEXING, ProgramBank, run, try_out, unpacked
 from midstream.plan.steps import Const, Constant, DType, Ref, RowCount
 
 W = 6

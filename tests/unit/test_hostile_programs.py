@@ -83,7 +83,7 @@ INDEXED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("op", sorted(rowwise.INDEXING))
+@pytest.mark.parametrize("op", sorted(running.INDEXING))
 def test_indices_that_a_rule_wrongly_believes_in_are_moved_inside(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rule refuses any index here, as if all were wrong."""
     args, expected = INDEXED[op]

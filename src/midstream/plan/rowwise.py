@@ -3,7 +3,7 @@
 `plan.checking` runs a program without numbers. Each result is either the same for all rows, or its first axis has a group of entries for
 each row. Each operation has a rule, which derives this from its arguments and refuses arguments that would combine different groups. Rules
 also track the range of indices: an index out of range would end the engine's process. A result has a range only if its inputs prove it.
-As a second protection, `clamp_indices` moves all indices inside when a program runs.
+As a second protection, `plan.running` moves all indices inside when a program runs.
 
 Legend: R rows.
 """
@@ -388,13 +388,6 @@ BY_LAYOUT = frozenset(
     _key(name)
     for name in "pow.Tensor_Tensor fmod.Tensor remainder.Tensor xlogy.Tensor atan2 hypot logaddexp logaddexp2".split()
 )
-# The operations that index -> the argument with the indices, and the one that they are about.
-INDEXING = {
-    **dict.fromkeys(("index.Tensor", "index_put.default"), ("indices", "self")),
-    **dict.fromkeys(("gather.default", "index_select.default"), ("index", "self")),
-    **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add.default"), ("index", "self")),
-    "embedding.default": ("indices", "weight"),
-}
 SIZED = {"reshape.default": "shape", "expand.default": "size", "full.default": "size"}
 
 
@@ -406,28 +399,6 @@ def overload(name: str) -> Any:
     if found is None:
         raise LookupError(name)
     return found
-
-
-def clamp_indices(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Replace the indices among an operation's arguments by the nearest that its tensor has, in place.
-
-    The rules have proved that all indices lie inside. If a rule is wrong, clamping keeps its mistake from ending the engine.
-    """
-    which, of = INDEXING[name]
-    places = {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
-
-    def given(argument: str) -> Any:
-        return args[places[argument]] if places[argument] < len(args) else kwargs[argument]
-
-    x, indices = given(of), given(which)
-    if isinstance(indices, list):
-        inside: Any = [each if each is None else each.clamp(0, x.shape[i] - 1) for i, each in enumerate(indices)]
-    else:
-        inside = indices.clamp(0, x.shape[given("dim") if of == "self" else 0] - 1)
-    if places[which] < len(args):
-        args[places[which]] = inside
-    else:
-        kwargs[which] = inside
 
 
 def on_device(name: str, device: torch.device | str) -> dict[str, Any]:

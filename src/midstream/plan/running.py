@@ -8,6 +8,7 @@ Legend: R rows, P programs.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -20,9 +21,16 @@ import torch
 from midstream.errors import PlanError
 from midstream.plan.checking import PackedResult, plain
 from midstream.plan.program import Program
-from midstream.plan.rowwise import INDEXING, clamp_indices, on_device, overload
+from midstream.plan.rowwise import on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
 
+# The operations that index -> the argument with the indices, and the one that they are about.
+INDEXING = {
+    **dict.fromkeys(("index.Tensor", "index_put.default"), ("indices", "self")),
+    **dict.fromkeys(("gather.default", "index_select.default"), ("index", "self")),
+    **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add.default"), ("index", "self")),
+    "embedding.default": ("indices", "weight"),
+}
 _MEMORY = 1 << 27  # the most numbers of all rows that are in memory at once
 _MOST_TRIED = 1 << 14
 _tried: set[tuple[str, torch.device]] = set()
@@ -107,6 +115,34 @@ def unpacked(program: Program, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
+@functools.cache
+def _places(name: str) -> dict[str, int]:
+    """The arguments of an operation, in their order."""
+    return {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
+
+
+def _clamp_indices(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Replace the indices among an operation's arguments by the nearest that its tensor has, in place.
+
+    The rules have proved that all indices lie inside. If a rule is wrong, clamping keeps its mistake from ending the engine.
+    """
+    which, of = INDEXING[name]
+    places = _places(name)
+
+    def given(argument: str) -> Any:
+        return args[places[argument]] if places[argument] < len(args) else kwargs[argument]
+
+    x, indices = given(of), given(which)
+    if isinstance(indices, list):
+        inside: Any = [each if each is None else each.clamp(0, x.shape[i] - 1) for i, each in enumerate(indices)]
+    else:
+        inside = indices.clamp(0, x.shape[given("dim") if of == "self" else 0] - 1)
+    if places[which] < len(args):
+        args[places[which]] = inside
+    else:
+        kwargs[which] = inside
+
+
 class ProgramBank:
     """Programs of one form, ready to run on rows: their common part, and tensors `[P, ...]` of the parts that differ.
 
@@ -189,7 +225,7 @@ class ProgramBank:
             kwargs = {name: plain(arg, tensor, rows) for name, arg in step.kwargs}
             kwargs |= on_device(step.op, x_RH.device)
             if step.op in INDEXING:
-                clamp_indices(step.op, args, kwargs)
+                _clamp_indices(step.op, args, kwargs)
             own = {place: bank for (at, place), bank in self._banks.items() if at == number}
             results[number] = (
                 self._with_own(step, args, kwargs, own, which_R, number) if own else overload(step.op)(*args, **kwargs)
