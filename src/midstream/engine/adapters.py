@@ -1,8 +1,11 @@
-"""Adapters (LoRA) in a worker: layers that a trace calls, and rows without an adapter on the CPU.
+"""Adapters (LoRA) in a worker: whether one fits the model, layers that a trace calls, and rows without an adapter on the CPU.
 
 vLLM adds an adapter's part to a layer's output by tables that say for each row of the step's batch which adapter it has. A trace calls
 layers on rows of its own: `model.model.layers[3].mlp(h)`, `model.project_on_vocab(h)`. `Adapters.calling` makes tables for such a call, in
 which all rows have the adapter of the trace's request.
+
+vLLM leaves out the parts of an adapter whose modules the model does not have, and says nothing: an adapter with other names runs as the
+base model. `checking_fit` refuses it, and warns if an adapter fits in part.
 
 vLLM's kernels in PyTorch, which it uses on the CPU, take -1, which marks a row without an adapter, as the number of the last adapter (0.32;
 vllm-project/vllm#48421). `skipping_rows` keeps such rows as they are.
@@ -11,12 +14,17 @@ vllm-project/vllm#48421). `skipping_rows` keeps such rows as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from midstream.errors import ParameterError
 from midstream.tree import leaves
+
+_SHOWN = 8  # names in a message
+_log = logging.getLogger(__name__)
 
 
 class Adapters:
@@ -29,6 +37,10 @@ class Adapters:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._numbers: dict[str, int] = {}  # of the adapters, by the id of the request
+
+    def warning_of(self, number: int) -> str | None:
+        """What the worker does not apply of an adapter; None if it applies all of it."""
+        return getattr(self._manager.get_adapter(number), "midstream_warning", None)
 
     def begin(self, numbers: Mapping[str, int]) -> None:
         """Note new requests, with their adapters' numbers."""
@@ -59,6 +71,66 @@ class Adapters:
             yield
         finally:
             self._manager.set_adapter_mapping(before)
+
+
+def checking_fit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`WorkerLoRAManager._load_adapter` that raises ParameterError for an adapter that fits no module, and warns if it fits in part."""
+
+    def _load_adapter(self: Any, lora_request: Any) -> Any:
+        lora = original(self, lora_request)
+        if (warning := _check_fit(self._adapter_manager, lora_request.lora_name, sorted(lora.loras))) is not None:
+            _log.warning(warning)
+            lora.midstream_warning = warning
+        return lora
+
+    return _load_adapter
+
+
+def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
+    """A warning that lists the modules of an adapter that are not applied; None if all are.
+
+    Args:
+        manager: vLLM's LoRAModelManager, which knows the modules that take adapters.
+        names: of the adapter's modules, as in the model.
+
+    Raises:
+        ParameterError: none is applied.
+    """
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    takes = {name for own in manager.modules for name in (own, *manager.packed_modules.get(own, ()))}
+    experts = tuple(f"{name}." for name in manager.modules if name.endswith(".experts"))
+    elsewhere = tuple(
+        f"{name}." for name, each in manager.model.named_modules() if isinstance(each, PPMissingLayer)
+    )  # on other pipeline stages, which check them
+    allowed: Any = getattr(manager.lora_config, "target_modules", None)
+    left_out = [name for name in names if allowed is not None and not manager._match_target_modules(name)]
+    unknown = [
+        name
+        for name in names
+        if name not in takes and name not in left_out and not f"{name}.".startswith((*experts, *elsewhere))
+    ]
+    if not (left_out or unknown) and names:
+        return None
+    reasons = []
+    if unknown:
+        example = next(iter(manager.packed_modules.get(own := next(iter(manager.modules)), [own])))
+        reasons.append(f"The model has no {_listed(unknown)}; it has {example!r}, for example.")
+    if left_out:
+        reasons.append(f"lora_target_modules={list(allowed)} leaves out {_listed(left_out)}.")
+    fitting = len(names) - len(unknown) - len(left_out)
+    if not fitting:
+        raise ParameterError(
+            f"The adapter {adapter!r} fits none of the model's modules, so the model would run without it. {' '.join(reasons)} Give its "
+            "tensors the names of the model that it is for.",
+            field="lora_request",
+        )
+    return f"Of the adapter {adapter!r}, {len(names) - fitting} of {len(names)} modules are not applied. {' '.join(reasons)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def skipping_rows(original: Callable[..., Any]) -> Callable[..., Any]:
