@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ import torch
 from adapters import LAYER
 from engines import ENGINE, RANKS, alive, timed
 from forked import forked
+from safetensors.torch import load_file, save_file
 
 from midstream import VLLM, Capture, Patch, Plan, Steer, open_captures
 from midstream.commands import collect as collect_command
@@ -413,6 +415,28 @@ def test_an_adapter_that_fits_no_module_is_refused_with_its_names(adapted, base,
             call()
         assert raised.value.field == "lora_request"
     assert not alive(adapted)
+
+
+@pytest.mark.parametrize(
+    ("module", "which", "message"),
+    [
+        ("mlp.down_proj", "A", "'model.layers.1.mlp.down_proj' has 191 inputs, and the model's has 192"),
+        ("self_attn.k_proj", "B", r"'model.layers.1.self_attn.k_proj' has \d+ outputs"),
+        ("mlp.up_proj", "B", r"'model.layers.1.mlp.up_proj' has 191 outputs, and the model's has 192"),
+    ],
+)
+def test_an_adapter_of_a_smaller_model_is_refused(adapted, base, paths, tmp_path, module, which, message):
+    """vLLM copies its matrices into a corner of those of the layer."""
+    from vllm.lora.request import LoRARequest
+
+    path = tmp_path / "small"
+    shutil.copytree(paths["red"], path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    name = f"base_model.model.model.layers.1.{module}.lora_{which}.weight"
+    tensors[name] = (tensors[name][:, :-1] if which == "A" else tensors[name][:-1]).contiguous()
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(ParameterError, match=f"'small' is for a model of another size: its {message}"):
+        adapted.generate(FRANCE, lora_request=LoRARequest("small", 40, str(path)), max_tokens=1)
 
 
 def test_an_adapter_that_fits_in_part_warns_with_the_names_and_the_rest_acts(adapted, base, merged):

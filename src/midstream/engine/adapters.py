@@ -5,7 +5,7 @@ layers on rows of its own: `model.model.layers[3].mlp(h)`, `model.project_on_voc
 which all rows have the adapter of the trace's request.
 
 vLLM leaves out the parts of an adapter whose modules the model does not have, and says nothing: an adapter with other names runs as the
-base model. `checking_fit` refuses it, and warns if an adapter fits in part.
+base model, and one with smaller matrices changes some of the columns. `checking_fit` refuses both, and warns if an adapter fits in part.
 
 vLLM's kernels in PyTorch, which it uses on the CPU, take -1, which marks a row without an adapter, as the number of the last adapter (0.32;
 vllm-project/vllm#48421). `skipping_rows` keeps such rows as they are.
@@ -74,10 +74,13 @@ class Adapters:
 
 
 def checking_fit(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`WorkerLoRAManager._load_adapter` that raises ParameterError for an adapter that fits no module, and warns if it fits in part."""
+    """`WorkerLoRAManager._load_adapter` that raises ParameterError for an adapter that fits no module or has matrices of other sizes, and
+    warns if it fits in part.
+    """
 
     def _load_adapter(self: Any, lora_request: Any) -> Any:
         lora = original(self, lora_request)
+        _check_sizes(self._adapter_manager, lora_request.lora_name, lora.loras)
         if (warning := _check_fit(self._adapter_manager, lora_request.lora_name, sorted(lora.loras))) is not None:
             _log.warning(warning)
             lora.midstream_warning = warning
@@ -126,6 +129,36 @@ def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
             field="lora_request",
         )
     return f"Of the adapter {adapter!r}, {len(names) - fitting} of {len(names)} modules are not applied. {' '.join(reasons)}"
+
+
+def _check_sizes(manager: Any, adapter: str, loras: Mapping[str, Any]) -> None:
+    """Raise ParameterError if a matrix of the adapter has another size than that of its linear layer."""
+    for name, module in manager.modules.items():
+        layer: Any = getattr(module, "base_layer", None)
+        parts = manager.packed_modules.get(name, [name])
+        sizes = [getattr(layer, "output_size", None)]
+        if hasattr(
+            layer, "total_num_kv_heads"
+        ):  # its output_sizes count heads that several ranks have once for each rank
+            keys = layer.total_num_kv_heads * layer.head_size
+            sizes = [layer.total_num_heads * layer.head_size, keys, layer.total_num_kv_heads * layer.v_head_size]
+        elif len(parts) > 1:
+            sizes = getattr(layer, "output_sizes", [])
+        if len(sizes) != len(parts):
+            continue
+        for part, size in zip(parts, sizes, strict=True):
+            if (lora := loras.get(part)) is None:
+                continue
+            for what, found, own in (
+                ("inputs", lora.lora_a.shape[-1], getattr(layer, "input_size", None)),
+                ("outputs", lora.lora_b.shape[0], size),
+            ):
+                if own is not None and found != own:
+                    raise ParameterError(
+                        f"The adapter {adapter!r} is for a model of another size: its {part!r} has {found} {what}, and the model's has "
+                        f"{own}. Use it with the model that it is for.",
+                        field="lora_request",
+                    )
 
 
 def _listed(names: Sequence[str]) -> str:
