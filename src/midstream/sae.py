@@ -81,7 +81,7 @@ class SAE:
         site: str | None = None,
         layer: int | None = None,
     ) -> None:
-        self.architecture = sae_files.architecture(config.get("architecture"))
+        self.architecture = sae_files.architecture(config)
         self.width = fields.integer("SAE.d_in", config.get("d_in"), 1)
         self.features = fields.integer("SAE.d_sae", config.get("d_sae"), 1)
         self._norm = sae_files.normalization(config.get("normalize_activations", "none"))

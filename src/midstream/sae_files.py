@@ -51,9 +51,16 @@ class Whitening(NamedTuple):
     inverse: torch.Tensor
 
 
-def architecture(given: Any) -> str:
-    """The architecture. Raises PlanError for one that `midstream.SAE` does not have."""
-    if given in _TRAINED_ONLY:
+def architecture(config: Mapping[str, Any]) -> str:
+    """The architecture of a configuration. Raises PlanError for one that `midstream.SAE` does not have."""
+    given = config.get("architecture")
+    function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
+    if function != "relu":  # of SAELens before 6, whose architecture may say "standard" then
+        allowed = (
+            "'relu'. Load files of an older SAELens with sae_lens.SAE.load_from_disk, and pass the object to SAE.of"
+        )
+        raise fields.refuse("SAE.activation_fn", fields.shown(function), allowed)
+    if isinstance(given, str) and given in _TRAINED_ONLY:
         allowed = "the JumpReLU SAE that the training makes of it; save_inference_model of SAELens's training SAE writes that one"
         raise fields.refuse("SAE.architecture", repr(given), allowed)
     return fields.one_of("SAE.architecture", given, ARCHITECTURES)

@@ -201,6 +201,19 @@ def test_what_saelens_registers_is_computed_or_refused_by_name(tmp_path: Path) -
             SAE(config, made("standard", "none", True).state_dict())
 
 
+def test_a_topk_sae_of_an_older_saelens_is_not_taken_for_a_standard_one(tmp_path: Path) -> None:
+    """SAELens 6 reads such a file as a top-k SAE, though its architecture is called standard."""
+    made("standard", "none", True).save_model(tmp_path)
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    config |= {"sae_lens_version": "5.1.0", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": 9}}
+    (tmp_path / "cfg.json").write_text(json.dumps({**config, **config.pop("metadata"), "sae_lens_version": "5.1.0"}))
+    with pytest.raises(PlanError, match=r"activation_fn is 'topk'; allowed: 'relu'.*SAE.of"):
+        SAE.load(tmp_path, site="resid_post", layer=4)
+    theirs = sae_lens.SAE.load_from_disk(tmp_path)
+    assert theirs.cfg.architecture() == "topk"
+    near(SAE.of(theirs).encode(rows()), theirs.encode(rows()).detach())
+
+
 @pytest.mark.parametrize("norm", ["expected_average_only_in", "covariance_whitening"])
 def test_numbers_of_a_normalization_that_are_missing_are_asked_for(norm: str, tmp_path: Path) -> None:
     theirs = made("standard", norm, True)

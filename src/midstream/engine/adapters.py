@@ -117,15 +117,16 @@ def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
         return None
     reasons = []
     if unknown:
-        example = next(iter(manager.packed_modules.get(own := next(iter(manager.modules)), [own])))
-        reasons.append(f"The model has no {_listed(unknown)}; it has {example!r}, for example.")
+        example = f"; it has {min(takes)!r}, for example" if takes else ""
+        reasons.append(
+            f"The model has no {_listed(unknown)}{example}. Use the adapter with its own model, or rename its tensors."
+        )
     if left_out:
-        reasons.append(f"lora_target_modules={list(allowed)} leaves out {_listed(left_out)}.")
+        reasons.append(f"The engine's lora_target_modules={list(allowed)} leaves out {_listed(left_out)}.")
     fitting = len(names) - len(unknown) - len(left_out)
     if not fitting:
         raise ParameterError(
-            f"The adapter {adapter!r} fits none of the model's modules, so the model would run without it. {' '.join(reasons)} Give its "
-            "tensors the names of the model that it is for.",
+            f"The adapter {adapter!r} fits none of the model's modules, so the model would run without it. {' '.join(reasons)}",
             field="lora_request",
         )
     return f"Of the adapter {adapter!r}, {len(names) - fitting} of {len(names)} modules are not applied. {' '.join(reasons)}"
