@@ -90,7 +90,7 @@ def checking_fit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
-    """A warning that lists the modules of an adapter that are not applied; None if all are.
+    """A warning that lists the modules of an adapter that are not applied; None if all are. Each pipeline stage checks its own layers.
 
     Args:
         manager: vLLM's LoRAModelManager, which knows the modules that take adapters.
@@ -103,9 +103,10 @@ def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
 
     takes = {name for own in manager.modules for name in (own, *manager.packed_modules.get(own, ()))}
     experts = tuple(f"{name}." for name in manager.modules if name.endswith(".experts"))
+    layers = manager.model.named_modules()
     elsewhere = tuple(
-        f"{name}." for name, each in manager.model.named_modules() if isinstance(each, PPMissingLayer)
-    )  # on other pipeline stages, which check them
+        f"{name}." for name, each in layers if isinstance(each, PPMissingLayer)
+    )  # on other pipeline stages
     allowed: Any = getattr(manager.lora_config, "target_modules", None)
     left_out = [name for name in names if allowed is not None and not manager._match_target_modules(name)]
     unknown = [
@@ -136,30 +137,29 @@ def _check_sizes(manager: Any, adapter: str, loras: Mapping[str, Any]) -> None:
     """Raise ParameterError if a matrix of the adapter has another size than that of its linear layer."""
     for name, module in manager.modules.items():
         layer: Any = getattr(module, "base_layer", None)
-        parts = manager.packed_modules.get(name, [name])
-        sizes = [getattr(layer, "output_size", None)]
-        if hasattr(
-            layer, "total_num_kv_heads"
-        ):  # its output_sizes count heads that several ranks have once for each rank
-            keys = layer.total_num_kv_heads * layer.head_size
-            sizes = [layer.total_num_heads * layer.head_size, keys, layer.total_num_kv_heads * layer.v_head_size]
-        elif len(parts) > 1:
-            sizes = getattr(layer, "output_sizes", [])
-        if len(sizes) != len(parts):
-            continue
-        for part, size in zip(parts, sizes, strict=True):
+        parts, sizes = manager.packed_modules.get(name, [name]), _output_sizes(layer)
+        for part, size in zip(parts, sizes, strict=True) if len(parts) == len(sizes) else ():
             if (lora := loras.get(part)) is None:
                 continue
-            for what, found, own in (
-                ("inputs", lora.lora_a.shape[-1], getattr(layer, "input_size", None)),
-                ("outputs", lora.lora_b.shape[0], size),
-            ):
+            inputs = lora.lora_a.shape[-1], getattr(layer, "input_size", None)
+            outputs = lora.lora_b.shape[0], size
+            for what, (found, own) in (("inputs", inputs), ("outputs", outputs)):
                 if own is not None and found != own:
                     raise ParameterError(
                         f"The adapter {adapter!r} is for a model of another size: its {part!r} has {found} {what}, and the model's has "
                         f"{own}. Use it with the model that it is for.",
                         field="lora_request",
                     )
+
+
+def _output_sizes(layer: Any) -> list[int | None]:
+    """How many outputs a linear layer has, or each of the layers that are merged into it; None where that is unknown."""
+    if hasattr(
+        layer, "total_num_kv_heads"
+    ):  # its `output_sizes` count keys and values once for each rank that has them
+        heads = layer.total_num_kv_heads
+        return [layer.total_num_heads * layer.head_size, heads * layer.head_size, heads * layer.v_head_size]
+    return list(getattr(layer, "output_sizes", None) or [getattr(layer, "output_size", None)])
 
 
 def _listed(names: Sequence[str]) -> str:
