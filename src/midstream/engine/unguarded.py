@@ -1,7 +1,7 @@
 """Scripts that start an engine outside of `if __name__ == "__main__":`.
 
-A spawned process of an engine imports the user's script, and such an import starts an engine again. The importing process notices this, tells
-the process that launched it through a file, and ends. The launching process then raises `UnguardedScriptError`, and not vLLM's error.
+A spawned process of an engine imports the user's script, and this import starts an engine again. The importing process notices it, tells
+the process that launched it by creating a file, and ends. The launching process then raises `UnguardedScriptError` and not vLLM's error.
 """
 
 from __future__ import annotations
