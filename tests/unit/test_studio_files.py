@@ -186,7 +186,7 @@ def test_a_refused_key_is_named_so(node: Path) -> None:
     const stored = {};
     globalThis.sessionStorage = { getItem: (name) => stored[name] ?? null, setItem: (name, text) => { stored[name] = text; } };
     const { ask, key } = await import("./server.js");
-    const answers = [[401, '{"error": "Unauthorized"}'], [403, "<html>"], [403, '{"error": {"message": "It is another\'s.", "param": "name"}}']];
+    const answers = ANSWERS;
     for (const given of ["", "some-key"]) {
       if (given) key.set(given);
       for (const [status, body] of answers) {
@@ -195,7 +195,9 @@ def test_a_refused_key_is_named_so(node: Path) -> None:
       }
     }"""
     refused = "This API key was refused."
-    assert evaluated(node, script) == [
+    named = {"error": {"message": "It is another's.", "param": "name"}}
+    answers = [(401, '{"error": "Unauthorized"}'), (403, "<html>"), (403, json.dumps(named))]
+    assert evaluated(node, script.replace("ANSWERS", json.dumps(answers))) == [
         ["The server asks for an API key.", 401, "key"],
         ["The server answered with status 403.", 403, None],
         ["It is another's.", 403, "name"],
