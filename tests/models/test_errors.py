@@ -59,6 +59,11 @@ def earlier_module(model, tracer):
     model.model.embed_tokens.output
 
 
+def probabilities_too_late(model, tracer):
+    model.attn_z[5]
+    model.attention_probabilities[5]
+
+
 def step_never_comes(model, tracer):
     tracer.next(5)
 
@@ -123,6 +128,11 @@ ERRORS = [
         earlier_module,
         OutOfOrderError,
         r"^model\.model\.embed_tokens\.output .* model\.model\.layers\[5\]\.mlp\.input of",
+    ),
+    (
+        probabilities_too_late,
+        OutOfOrderError,
+        r"^model\.attention_probabilities\[5\] of .* after model\.attn_z\[5\] of",
     ),
     (step_never_comes, NeverReachedError, "step 5 was never reached"),
     (unknown_module, UnknownModuleError, "no layerz; did you mean layers"),
