@@ -376,8 +376,9 @@ def _draw(
     image = ax.imshow(grid.numpy(), origin="lower", **options)
     ax.spines[:].set_visible(False)
     width, height = ax.figure.get_size_inches()
-    _label(ax.xaxis, columns, width * 0.8, turned=True)
-    _label(ax.yaxis, rows, height * 0.8 / len(ax.figure.axes), turned=False)
+    place = ax.get_position()  # a share of the figure
+    _label(ax.xaxis, columns, width * place.width, turned=True)
+    _label(ax.yaxis, rows, height * place.height, turned=False)
     return image
 
 

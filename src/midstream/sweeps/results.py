@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
-from midstream.plots import plot_heatmap, write_figure
+from midstream.plots import plot_heatmap, show, write_figure
 from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
@@ -352,7 +352,7 @@ class SweepResult:
                     'A figure of heads needs one column of positions. Sweep one position, or positions="together". Or use result.values.'
                 )
             values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
-            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {labels[0]}"
+            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {show(labels[0])}"
         name = "effect" if effects else "recovered" if recovered else self._metric_name
         is_share = name == "recovered" or (effects and self._has_corrupt)
         centre = 0.0 if effects else self._baseline(is_share)
