@@ -118,6 +118,8 @@ _FRONT_END = (
          signature="(**rest)", role=Role.FRONT_END),
     Seam("vllm.v1.engine.core_client.InprocClient.abort_requests", REPLACES, "midstream.engine.launch.stepping_after_the_last_output",
          "As for get_output, after an abort.", signature="(request_ids, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.core_client.launch_core_engines", REPLACES, "midstream.engine.unguarded.noticing_unguarded_scripts",
+         "A script without a `__main__` guard ends with one line that says so.", signature="(**rest)", role=Role.FRONT_END, seen="0.32"),
     Seam("vllm.v1.engine.core_client.InprocClient", READS, "midstream.engine.launch.stepping_after_the_last_output",
          "Reaches the scheduler and the step function of an in-process engine.", members="engine_core"),
     Seam("vllm.v1.engine.core.EngineCore", CALLS, "midstream.engine.launch.stepping_after_the_last_output",

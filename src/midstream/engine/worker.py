@@ -46,7 +46,7 @@ from midstream.runtime.tables import DeviceTables, Tables, flat
 from midstream.runtime.torch_tables import TorchTables
 from midstream.runtime.trace_host import FindNotFinite, TraceHost
 from midstream.settings import Settings, is_ours
-from midstream.sites import NotFinite, Point, point_name
+from midstream.sites import NotFinite, Point
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.parallel import ALONE
@@ -528,7 +528,6 @@ class Worker(PlatformWorker):
             "dtype": facts.dtype,
             "unsupported_attention": {str(n): why for n, why in facts.unsupported_attention.items()},
             "device": str(self.device),
-            "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "bindings": {
                 f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },
