@@ -40,8 +40,9 @@ from plain_run import Ran
 from safetensors.torch import load, save
 from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from written_programs import trusting_program
 
-from midstream import GeneratedTokens, Knockout, Probe, Remote, Span, demo_model
+from midstream import Apply, GeneratedTokens, Knockout, Plan, Probe, Remote, Span, demo_model
 from midstream import save as save_value
 from midstream.errors import PlanError, TracesNotAllowedError
 
@@ -1202,6 +1203,20 @@ def test_an_overflow_ends_its_own_request_alone(server: Server, client: openai.O
         complete(client, FRANCE, field(huge))
     with pytest.raises(openai.APIError, match="resid_post of layer 3"):
         list(complete(client, FRANCE, field(huge, CAPTURE), stream=True))
+    assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
+
+
+def test_a_program_with_indices_that_nothing_bounds_is_refused(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    """On every way in. Seen ending the engine while the rule for gather served scatter_add, too."""
+    edit = Apply("resid_post", layers=LAYER, program=trusting_program(HIDDEN))
+    plan = json.loads(Plan.of(edit).to_json())
+    for body in ({"midstream": plan}, {"vllm_xargs": {"midstream": json.dumps(plan)}}):
+        with pytest.raises(openai.BadRequestError, match=r"gather\.default: its indices may lie outside"):
+            complete(client, FRANCE, body)
+    status, found = server.generate([20, 30, 40], extra_args={"midstream": plan})
+    assert status == 400 and "its indices may lie outside" in json.dumps(found), found
     assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
 
 

@@ -467,7 +467,8 @@ class Worker(PlatformWorker):
         return off_graph
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        if self._find_not_finite is None and self._scores is None and self._runner.watched is not Watch.ALL:
+        finds = self._find_not_finite is not None or self._scores is not None or bool(self.plans.errors)
+        if not finds and self._runner.watched is not Watch.ALL:
             return super().sample_tokens(grammar_output)
         find_not_finite, self._find_not_finite = self._find_not_finite, None
         find_scores, self._scores = self._scores, None
