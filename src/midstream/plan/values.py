@@ -345,7 +345,8 @@ def resolve_spans(plan: Plan, text: str, offsets: Sequence[tuple[int, int]]) -> 
             tokens without text, such as the one that begins the sequence.
 
     Raises:
-        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it.
+        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it; or a `Patch` has another number of source
+            positions than the text has tokens.
     """
     return Plan(tuple(_resolved(item, text, offsets) for item in plan.interventions))
 
@@ -356,8 +357,9 @@ def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]])
         return item
     if item.parts:
         return item.with_parts(lambda part: _resolved(part, text, offsets))
-    found: Any = {field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
-    return dataclasses.replace(item, **found)  # type: ignore[type-var]
+    return item.with_places(
+        **{field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
+    )
 
 
 def counted_from_0(plan: Plan, num_layers: int) -> Plan:
