@@ -24,7 +24,7 @@ import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plan import fields
-from midstream.plots import plot_heatmap, write_figure
+from midstream.plots import plot_heatmap, show, write_figure
 from midstream.sweeps.events import Baselines, Cell, Column, Event, Grid, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
@@ -393,7 +393,7 @@ class SweepResult:
                 raise ParameterError(text, field="head")
             return np.s_[:, grid.heads.index(head)], columns, f"patched at head {head}"
         column = 0 if position is None else self._column(position)
-        return np.s_[:, :, column], [str(each) for each in grid.heads], f"head, patched at {columns[column]}"
+        return np.s_[:, :, column], [str(each) for each in grid.heads], f"head, patched at {show(columns[column])}"
 
     def _column(self, position: int | str) -> int:
         """The number of the column with this label, or with this position of the patched prompts."""
