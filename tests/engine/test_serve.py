@@ -892,6 +892,10 @@ def test_a_recorded_run_is_the_source_of_patches_by_its_name(
     assert status == 200 and found["runs"]["clean"]["sites"] == ["resid_post"], found
     assert set(server.ask("GET", "/v1/midstream/runs")[1]["runs"]) == {"clean"}
     assert complete(client, target, field(patch)).choices[0].text == reference.text(target, patched)
+    with pytest.raises(
+        openai.BadRequestError, match=r"source_position is one position, and .* is 2 tokens, at \[1, 2\]"
+    ):
+        complete(client, target, field(patch | {"position": {"span": "capital of"}}))
     status, found = server.post("/v1/midstream/runs", record, key=THEIRS)
     assert status == 409 and "is there already" in found["error"]["message"]
     assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS)[0] == 403

@@ -630,10 +630,15 @@ class TraceModel(Sizes):
 
         Raises:
             PlanError: there is no such site, layer or position, or no room for the run.
+            PromptError: `prompt` is not one prompt.
             ParameterError: the adapter is not one, or cannot be loaded.
         """
+        prompts, single = prompts_of(prompt)
+        if not single:
+            text = f"record takes one prompt, and a list of {len(prompts)} was given. Call it once for each."
+            raise PromptError(text, field="prompt")
         own = self._adapter_alone(adapter, "record")
-        asked = RunRequest(prompt, sites, layers, positions, name, own)
+        asked = RunRequest(prompts[0], sites, layers, positions, name, own)
         return self._finish(self._recording(asked))  # type: ignore[no-any-return]
 
     def _recording(self, asked: RunRequest) -> Coroutine[Any, Any, RecordedRun]:
