@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from midstream import Capture, LanguageModel, Span, Steer, Subsample, demo_model
 from midstream.capture import consumers, directory
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, Store, remove_orphans
+from midstream.capture.sinks import Sinks
 from midstream.client import collecting
 from midstream.client.collecting import Estimate
 from midstream.errors import CaptureError, NotCapturedError, ParameterError, PlanError, PromptError
@@ -622,10 +624,12 @@ def test_a_collection_that_is_interrupted_before_it_runs_says_in_one_line_how_to
 
 
 @contextmanager
-def interrupted_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A block that Ctrl-C ends once the rows of so many requests have ended. Yields a list that gets the message.
+def interrupted_after(
+    count: int, monkeypatch: pytest.MonkeyPatch, at: threading.Event | None = None
+) -> Iterator[list[str]]:
+    """A block that Ctrl-C ends once the rows of so many requests have ended. Yields a list that gets the message. Sets `at` before.
 
-    Only the directory's flush at the end may write them: ended requests wait an hour for others.
+    Ended requests wait an hour for the others that run.
     """
     monkeypatch.setattr(consumers, "COLLECT_LINGER", 3600.0)
     really, ends = DirectorySink.end, iter(range(1, 10**6))
@@ -633,6 +637,7 @@ def interrupted_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
     def end(self: Any, request_id: str, error: Exception | None) -> None:
         really(self, request_id, error)
         if next(ends) == count:
+            (at or threading.Event()).set()
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(DirectorySink, "end", end)
@@ -659,21 +664,33 @@ def test_ctrl_c_tells_how_many_prompts_are_in_the_directory(
 def test_a_second_ctrl_c_tells_how_many_prompts_are_certain(
     hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = DirectorySink.flush
+    """It interrupts the wait for a slow disk, which goes on to write."""
+    really_flush, really_wait = DirectorySink.flush, Sinks.flush
+    interrupted, waits, written = (threading.Event() for _ in range(3))
 
     def flush(self: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1.0)  # a slow disk
-        really(self)
+        if interrupted.is_set() and not written.is_set():
+            assert waits.wait(30)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert written.wait(30)
+        really_flush(self)
+
+    def wait(self: Any, to: Any) -> str | None:
+        waits.set()
+        return really_wait(self, to)
 
     hf.collect(prompts()[:7], plan=plan(), to=tmp_path, **PARAMS)
     monkeypatch.setattr(language_model, "BATCH_TOKENS", 64)
-    with monkeypatch.context() as slow, interrupted_after(60, monkeypatch) as said:
-        slow.setattr(DirectorySink, "flush", flush)
+    monkeypatch.setattr(DirectorySink, "flush", flush)
+    monkeypatch.setattr(Sinks, "flush", wait)
+    with interrupted_after(60, monkeypatch, interrupted) as said:
         hf.collect(prompts(), plan=plan(), to=tmp_path, **PARAMS)
-    assert said[0].startswith(f"At least 7 of {collect_script.COUNT} prompts are in")
-    hf.sinks.flush(str(tmp_path))
-    assert len(open_captures(tmp_path)) >= 60
+    there = len(open_captures(tmp_path))
+    assert said[0].startswith(f"At least {there} of {collect_script.COUNT} prompts are in '{tmp_path}'.") and there >= 7
+    written.set()
+    assert hf.sinks.flush(str(tmp_path)) is None
+    assert len(open_captures(tmp_path)) > there
 
 
 def test_ctrl_c_on_a_disk_that_fails_tells_what_is_there_and_why(
