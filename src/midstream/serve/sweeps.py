@@ -91,7 +91,7 @@ class SweepToRun(_ToRun):
 class PathsToPatch(_ToRun):
     """The arguments of `midstream.VLLM.path_patching`. `model` names an adapter, as in OpenAI's API."""
 
-    receivers: Literal["logits"] | Annotated[list[tuple[int, int]], Field(max_length=MAX_LISTED)] = "logits"
+    receivers: Literal["logits"] | Annotated[Listed[tuple[int, int]], Field(max_length=MAX_LISTED)] = "logits"
     freeze_mlps: bool = False
     positions: (
         Literal["all", "together"]
