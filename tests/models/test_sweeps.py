@@ -314,7 +314,7 @@ def test_columns_that_differ_by_pair_are_named_by_their_positions(hf):
     assert list(frame[frame.pair == 1]["column"]) == ["The capital", "positions 2 to 3", " is"]
     assert windows.best(3)[0].token in ("positions 2 to 3", " is")
     ticks = [label.get_text() for label in windows.plot().get_xticklabels()]
-    assert ticks == ["The capital", "positions 2 to 3", "·is"]
+    assert ticks == ["The capital", "positions 2 to 3", "␣is"]
     assert "'positions 2 to 3'" in windows.show()
 
 
@@ -325,8 +325,11 @@ def test_a_figure_of_heads_and_positions_shows_one_of_either(hf):
     values = result.values["attn_z"]
 
     def drawn(ax):
-        layers_up = ax.images[0].get_array().filled(np.nan)[::-1]
-        return layers_up, [label.get_text() for label in ax.get_xticklabels()], ax.get_xlabel()
+        return (
+            ax.images[0].get_array().filled(np.nan),
+            [label.get_text() for label in ax.get_xticklabels()],
+            ax.get_xlabel(),
+        )
 
     for position, column, label in (
         (3, 0, " Italy"),
@@ -337,12 +340,12 @@ def test_a_figure_of_heads_and_positions_shows_one_of_either(hf):
     ):
         numbers, ticks, xlabel = drawn(result.plot(position=position))
         np.testing.assert_allclose(numbers, values[:, :, column], rtol=1e-6)
-        assert ticks == ["1", "3"] and xlabel == f"head, patched at {label.replace(' ', '·')}"
+        assert ticks == ["1", "3"] and xlabel == f"head, patched at {label.replace(' ', '␣')}"
     alone = hf.sweep(*PAIR, **{**options, "heads": [3]}, positions=[3, -1, " of"])
     for ax in (result.plot(head=3), alone.plot()):
         numbers, ticks, xlabel = drawn(ax)
         np.testing.assert_allclose(numbers, alone.values["attn_z"][:, 0], **CLOSE)
-        assert ticks == ["·Italy", "·is", "·of"] and xlabel == "patched at head 3"
+        assert ticks == ["␣Italy", "␣is", "␣of"] and xlabel == "patched at head 3"
     dots = result.plot(head=1).collections[0].get_offsets()
     assert len(dots) == result.is_noise["attn_z"][:, 0].sum()
     for text, given in (
