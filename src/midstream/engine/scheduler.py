@@ -1,7 +1,8 @@
-"""vLLM's scheduler with five more rules:
+"""vLLM's scheduler with six more rules:
 
 - a traced prompt is computed in one step;
 - requests with a trace in the forward get steps of their own;
+- plans of a server's clients take a limited time of each step;
 - the scores of probes leave with a request's next tokens, and a probe may end its request before these tokens;
 - blocks of planned requests stay out of the prefix cache until the workers have accepted the plan;
 - KV blocks that a plan or a trace has changed are cleared before another request gets them.
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, takewhile
 from typing import Any
 
@@ -30,7 +32,9 @@ from vllm.v1.request import RequestStatus
 from midstream.engine.plugin import Replacement, apply_replacements, follow_parent
 from midstream.engine.prefix_cache import AcceptedPlans, EditedBlocks, holding_back, rekey, remember
 from midstream.engine.seams import Role
+from midstream.engine.shares import FEW, Costly, Share, StepShares, work_of
 from midstream.plan.probes import ScoreChunk
+from midstream.plan.work import StepWork
 from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest, changes_kv
 from midstream.settings import NAME, Settings, is_ours
 
@@ -105,6 +109,7 @@ class RequestState:
         in_forward: whether it has a trace in the forward.
         is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended.
         is_unstarted: whether it has a trace and had not begun when this was last checked.
+        work: what its plan costs a step, if it is a client's of a server; else None.
     """
 
     changes_kv: bool
@@ -112,6 +117,11 @@ class RequestState:
     in_forward: bool
     is_apart: bool
     is_unstarted: bool
+    work: StepWork | None = None
+
+    @property
+    def is_costly(self) -> bool:
+        return self.work is not None
 
     @property
     def is_held(self) -> bool:
@@ -119,7 +129,7 @@ class RequestState:
 
 
 # The queue may be long. So the scheduler counts the states with each of these flags, and looks through them only if there are any.
-_TALLIED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held")
+_TALLIED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held", "is_costly")
 
 
 class _Rules:
@@ -138,6 +148,7 @@ class _Rules:
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
     finish_requests: Any
+    _share = Share()  # of the coming step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -149,6 +160,7 @@ class _Rules:
         self._turns = StepTurns(settings.trace_share) if settings.trace_share < 1 and is_one else None
         self._states: dict[str, RequestState] = {}
         self._counts = Counter[str]()  # the number of states with each flag of `_TALLIED`
+        self._shares = StepShares()
         self._apart_is_stuck = False  # whether no waiting request apart could begin in the last step of its kind
         self._scores: dict[str, list[ScoreChunk]] = {}  # those that have not left yet, by request
         self._accepted = AcceptedPlans()
@@ -168,6 +180,7 @@ class _Rules:
             in_forward,
             in_forward,
             trace is not None,
+            work_of(self.vllm_config, request.sampling_params) if trace is None else None,
         )
         self._tally(state, 1)
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -179,16 +192,16 @@ class _Rules:
             return states[name].held_from if name in states else None
 
         with holding_back(self.kv_cache_manager, held_from) if counts["is_held"] else contextlib.nullcontext():
-            if not counts["is_apart"] or self._turns is None:
-                output = self._schedule_together(*args, **kwargs)
-            elif counts["in_forward"] == len(self.requests):  # there are no others
-                output = self._schedule_together(*args, **kwargs)
-                self._turns.begin(output, True)
-            else:
-                traced = self._turns.next()
-                output = self._schedule_apart(traced, *args, **kwargs)
-                if traced is not None:
-                    self._turns.begin(output, traced)
+            turns, are_alone = self._turns if counts["is_apart"] else None, counts["in_forward"] == len(self.requests)
+            traced = False if turns is None else are_alone or turns.next()
+            shares = counts["is_costly"] and traced is False
+            self._share = self._shares.next(*self._costly()) if shares else Share()
+            schedule = (
+                self._schedule_together if turns is not None and are_alone else partial(self._schedule_apart, traced)
+            )
+            output = schedule(*args, **kwargs)
+            if turns is not None and traced is not None:
+                turns.begin(output, traced)
         if counts["changes_kv"]:
             self._note_written(output)
         if self._ends:
@@ -210,20 +223,55 @@ class _Rules:
             self._states[name] = state = replace(state, **to)
             self._tally(state, 1)
 
+    def _costly(self) -> tuple[list[Costly], bool]:
+        """The requests whose plans cost time, and whether others have prompts to compute."""
+        # Some models take their prompts in pieces of a fixed size only.
+        can_cut = self.scheduler_config.enable_chunked_prefill and not getattr(
+            self, "need_mamba_block_aligned_split", False
+        )
+        found, others = list[Costly](), False
+        waiting = [request for request in self.waiting if not _is_paused(request)]
+        for request in (*self.running, *waiting):
+            state, tokens = self._states.get(request.request_id), max(_to_compute(request), 1)
+            if state is None or state.work is None:
+                others = others or tokens > FEW or _is_unstarted(request)
+                continue
+            tokens, may_be_cut = min(tokens, self.max_num_scheduled_tokens), can_cut and not request.has_encoder_inputs
+            found.append(Costly(request.request_id, state.work, tokens, _is_unstarted(request), may_be_cut))
+        return found, others
+
     def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:
+        if self._share.cut is not None:
+            return self._schedule_cut(*args, **kwargs)
         if self._counts["is_unstarted"] and self._may_begin_traces():
             return self._schedule_in_one_step(*args, **kwargs)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
+    def _is_hidden(self, request: Any) -> bool:
+        """Whether the request waits because plans take the time of the coming step."""
+        share = self._share
+        if share.cut is None or request.request_id == share.cut:
+            return request.request_id in share.hidden
+        return request.request_id in share.hidden or _is_unstarted(request) or _to_compute(request) > FEW
+
     def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none. vLLM sees only these."""
-        apart = {name for name, state in self._states.items() if state.is_apart}
+        """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none; without those that wait
+        because of `_share`. vLLM sees only these.
+        """
+        apart = {name for name, state in self._states.items() if state.is_apart} if self._turns is not None else set()
+        if not apart and self._share == Share():
+            return self._schedule_together(*args, **kwargs)
         running, waiting = self.running, self.waiting
         able = [request for request in waiting if not _is_paused(request)]
-        waits = [request for request in able if (request.request_id in apart) is traced]
+        waits = [
+            request for request in able if (request.request_id in apart) is traced and not self._is_hidden(request)
+        ]
         if self._apart_is_stuck and traced is False:  # room that gets free is for the request that waits longest
-            waits = list(takewhile(lambda request: request.request_id not in apart, able))
-        shown = [request for request in running if (request.request_id in apart) is traced]
+            free = list(takewhile(lambda request: request.request_id not in apart, able))
+            waits = [request for request in waits if request in free]
+        shown = [
+            request for request in running if (request.request_id in apart) is traced and not self._is_hidden(request)
+        ]
         before, hidden = set(running), len(running) - len(shown)
         given: list[Any] = []
         # Requests that vLLM does not see keep their slots, and paused sessions theirs.
@@ -248,6 +296,17 @@ class _Rules:
         if traced:
             self._apart_is_stuck = bool(waits) and not new
         return output
+
+    def _schedule_cut(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step in which a request has no more than its share's tokens: those that the others, which come first, leave."""
+        name, most = self._share.cut, self.max_num_scheduled_tokens
+        self.running.sort(key=lambda request: request.request_id == name)  # the list is this step's own
+        others = sum(_to_compute(request) for request in self.running if request.request_id != name)
+        self.max_num_scheduled_tokens = min(most, max(others, 0) + self._share.most)
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = most
 
     def _note_written(self, output: Any) -> None:
         """Note the blocks that the step writes for requests with edits or traces."""

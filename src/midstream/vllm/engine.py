@@ -32,7 +32,7 @@ from midstream.requests.arguments import Answers
 from midstream.requests.invokes import PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
-from midstream.settings import Settings
+from midstream.settings import NAME, Settings
 from midstream.sweeps.running import SweepTurns
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
@@ -91,6 +91,7 @@ class EngineConnection:
 
     def __init__(self, engine: Any, sinks: Sinks, is_async: bool, is_ours: bool = True) -> None:
         self._engine: Any = engine
+        self._is_servers = not is_ours
         self._stepper = None if is_async else Stepper(engine)
         self.config = launch.config_of(engine)
         self.stages: int = self.config.parallel_config.pipeline_parallel_size
@@ -266,6 +267,9 @@ class EngineConnection:
 
         Raises PlanError if the workers lack a run, ParameterError if an adapter cannot be loaded.
         """
+        for request in requests if self._is_servers else ():
+            if request.plan is not None:  # of a client that shares the engine with others
+                request.params.extra_args[NAME]["shares"] = True
         async with AsyncExitStack() as stack:
             await self._drop_interrupted()
             await self.adapters.load([request.adapter for request in requests])
