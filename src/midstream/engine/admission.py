@@ -94,8 +94,8 @@ _readers = {is_large: Readers(_READERS) for is_large in (False, True)}
 async def on_a_thread(size: int, read: Callable[..., T], *arguments: Any) -> T:
     """Run `read`, which parses a stranger's data, on another thread: the server's event loop serves all clients.
 
-    There are threads for small plans and for large plans, so a small plan never waits for a large one; and API keys take turns, so one key's
-    plans never wait for all of another key's.
+    Small and large plans have threads of their own, so a small plan never waits for a large one. API keys take turns, so a key's plan never
+    waits for all plans of another key.
 
     Args:
         size: the approximate size of the data as JSON, in characters.

@@ -23,6 +23,7 @@ CHECK_SECONDS = 6e-5  # to check an operation of a program in the engine, once
 DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
 KEPT_ROW = 1e3  # weighted numbers that cost as much as keeping one row of a capture
 _PER_LAUNCH = 8  # results that cost as much as one launch
+_WARNS = 4  # launches that cost as much as PyTorch's warning about the variance of a single number
 _IN_A_ROW = 4096  # numbers along an axis that cost as much as one launch where they are computed one after another
 _WEIGHT = 2.0  # of a number that an operation reads or writes
 READ_WEIGHT = 0.25  # of a number of a matrix that all rows share
@@ -130,7 +131,7 @@ def work_of(op: str, row: float, shared: float, results: int, along: int) -> Wor
         along: the size of the axis along which it computes; 0 for none.
     """
     weight = weight_of(op)
-    launches = 1 + (results - 1) / _PER_LAUNCH
+    launches = 1 + (results - 1) / _PER_LAUNCH + _WARNS * op.startswith(("var.", "std."))
     if op.partition(".")[0] in _ONE_AFTER_ANOTHER:
         launches += along / _IN_A_ROW
     return Work(launches, shared * weight, row * weight)
