@@ -1,5 +1,5 @@
-"""Whether plans cost what they are charged (row F6): looks for the program that takes most time for its charge, and prints the worst of each
-operation. Exits 1 if a plan that a server accepts, made of the worst one, takes over 100 ms of a step.
+"""Whether plans cost what they are charged (row F6): looks for the program that takes most time for its charge, and prints the worst of
+each operation. Exits 1 if a plan that a server accepts, made of one of the ten worst, takes over 100 ms of a step.
 
 python tests/gpu/check_work.py --seconds 600 --seed 1
 python tests/gpu/check_work.py --cpu --seconds 600   # on one thread, in that thread's own time

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
+import vllm
+from test_plan_refused import BLOCK, BUDGET, PROMPT, finish
+from test_plan_refused import scheduler as scheduler
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+from written_programs import program
 
+from midstream import Plan
 from midstream.engine.shares import FEW, Costly, StepShares
+from midstream.plan.steps import INPUT, Ref
+from midstream.plan.strangers import step_work
+from midstream.plan.values import Apply
 from midstream.plan.work import STEP_SECONDS, StepWork
+from midstream.runtime.request import PlanRequest, packed
 
 
 def costly(name: str, step: float, row: float = 0.0, tokens: int = 1, begin: float = 0.0) -> Costly:
@@ -23,7 +37,7 @@ def taken(share, requests) -> float:
     for each in requests:
         if each.name in share.hidden or (share.cut not in (None, each.name) and (each.tokens > FEW or each.begins)):
             continue
-        total += each.fixed + (share.most if each.name == share.cut else each.tokens) * each.work.row
+        total += each.begin + each.work.step + (share.most if each.name == share.cut else each.tokens) * each.work.row
     return 100 * total / STEP_SECONDS
 
 
@@ -82,3 +96,63 @@ def test_no_step_takes_more_and_every_request_ends(seed: int) -> None:
             if alive[each.name][3] <= 0:
                 del alive[each.name]
     assert len(alive) < 40
+
+
+# ------------------------------------------------------------------------------------------------------ vLLM's scheduler
+
+
+def dear() -> Plan:
+    """About 10 ms for each token."""
+    steps = [("cat.default", ((INPUT,) * 256, 1)), *[("sin.default", (Ref(0),))] * 5]
+    return Plan.of(Apply("resid_post", layers=[3], program=program(*steps, result=INPUT, width=256)))
+
+
+def asked(name: str, plan: Plan | None = None, shares: bool = True, first: int = 10) -> Request:
+    extra = PlanRequest(packed(plan), 8, checked=True, shares=shares).to_extra_args() if plan is not None else None
+    sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(name, list(range(first, first + PROMPT)), sampling, None, block_hasher=hasher)
+
+
+def steps_of(scheduler: Any, count: int) -> list[dict[str, int]]:
+    """How many tokens of each request are in the coming steps."""
+    found = []
+    for _ in range(count):
+        step = scheduler.schedule()
+        found.append(dict(step.num_scheduled_tokens))
+        finish(scheduler, step)
+    return found
+
+
+def test_a_long_prompt_with_a_dear_plan_is_cut_to_what_a_step_allows(scheduler: Any) -> None:
+    work = step_work(dear(), 8, "cpu")
+    most = int(work.rows(STEP_SECONDS - work.begin))
+    assert 2 < most < 10
+    scheduler.add_request(asked("a", dear()))
+    steps = steps_of(scheduler, 10)
+    assert all(0 < step["a"] <= most + 1 for step in steps) and scheduler.max_num_scheduled_tokens == BUDGET
+
+
+def test_the_protection_matters_a_plan_that_does_not_share_takes_the_whole_step(scheduler: Any) -> None:
+    scheduler.add_request(asked("a", dear(), shares=False))
+    assert steps_of(scheduler, 1) == [{"a": BUDGET}]
+
+
+def test_a_neighbour_has_its_steps_beside_dear_plans(scheduler: Any) -> None:
+    """Strangers with dear plans come first, and then somebody with a plain prompt."""
+    for number in range(3):
+        scheduler.add_request(asked(f"dear {number}", dear(), first=10 + 200 * number))
+    steps_of(scheduler, 3)
+    scheduler.add_request(asked("plain", first=900))
+    steps = steps_of(scheduler, 7)
+    for step in steps:
+        assert sum(tokens for name, tokens in step.items() if name.startswith("dear")) < 10
+    assert sum(step.get("plain", 0) for step in steps) > 90, steps
+    assert all(sum(each.get("plain", 0) for each in pair) >= 24 for pair in list(itertools.pairwise(steps))[:3])
+
+
+def test_dear_plans_take_turns(scheduler: Any) -> None:
+    for number in range(3):
+        scheduler.add_request(asked(f"dear {number}", dear(), first=10 + 200 * number))
+    seen = Counter(name for step in steps_of(scheduler, 12) for name in step)
+    assert set(seen) == {"dear 0", "dear 1", "dear 2"} and max(seen.values()) - min(seen.values()) <= 1

@@ -148,7 +148,8 @@ def accepted() -> dict[str, tuple[Plan, set[str]]]:
         "SAE, 16,384 features, all layers": (Plan.of(Apply("resid_post", program=gate_of(16_384, HIDDEN))), both),
         "SAE, 65,536 features, four layers": (
             Plan.of(Apply("resid_post", layers=[1, 2, 3, 4], program=gate_of(65_536, HIDDEN))), both),
-        "SAE of a large model": (Plan.of(Apply("resid_post", layers=range(8), program=gate_of(65_536, 4096))), gpu),
+        "SAE of a large model, 65,536 features": (Plan.of(Apply("resid_post", layers=range(4), program=gate_of(65_536, 4096))), gpu),
+        "SAE of a large model, 16,384 features": (Plan.of(Apply("resid_post", layers=range(8), program=gate_of(16_384, 4096))), gpu),
         "64 probes": (Plan.of(probes), both),
         "64 gates": (Plan.of([When(probes[0], above=i / 9, then=Steer("resid_post", layers=7, vector=V + i)) for i in range(64)]), both),
         "an MLP at all layers": (Plan.of(Apply("resid_post", program=mlp)), both),
@@ -199,7 +200,7 @@ def test_the_promise_holds_for_plans_at_the_bound(name: str, one_thread: None) -
     """On one core; 1,024 steers took 0.26 to 3.1 s before. A busy machine makes a thread slower, by up to twice."""
     plan, _ = accepted()[name]
     work = step_work(plan, LAYERS, "cpu")
-    rows = 300 if not work.row else max(1, min(300, int((STEP_SECONDS - work.begin - work.step) / work.row)))
+    rows = int(min(300, work.rows(STEP_SECONDS - work.begin)))
     assert least(lambda: seconds_of(plan, rows), 0.1) < 0.2
 
 

@@ -180,7 +180,7 @@ class _Rules:
             in_forward,
             in_forward,
             trace is not None,
-            work_of(self.vllm_config, request.sampling_params) if trace is None else None,
+            work_of(self.vllm_config, request.sampling_params) if trace is None and _shares(request) else None,
         )
         self._tally(state, 1)
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -471,6 +471,12 @@ class _Rules:
 def _to_compute(request: Any) -> int:
     tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
     return max(tokens, 0)
+
+
+def _shares(request: Any) -> bool:
+    """Whether the request is a client's of a server."""
+    carried = request.sampling_params.extra_args[NAME]
+    return isinstance(carried, dict) and carried.get("shares") is True
 
 
 def _is_paused(request: Any) -> bool:

@@ -36,9 +36,14 @@ class Costly:
     may_be_cut: bool = True
 
     @property
-    def fixed(self) -> float:
-        """Seconds of the step, whatever the number of tokens."""
-        return self.work.step + (self.work.begin if self.begins else 0.0)
+    def begin(self) -> float:
+        """Seconds that only its first step takes."""
+        return self.work.begin if self.begins else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step with all its tokens."""
+        return self.begin + self.work.step + max(self.tokens - self.work.free, 0) * self.work.row
 
 
 class Share(NamedTuple):
@@ -59,10 +64,10 @@ _works: Memory[StepWork] = Memory()
 
 
 def work_of(config: Any, sampling_params: Any) -> StepWork | None:
-    """What a request's plan costs a step. None without a plan, and for a plan that the engine's own Python has sent."""
+    """What a request's plan costs a step; None without a plan."""
     try:
         planned = PlanRequest.of(sampling_params)
-        if planned is None or not planned.shares:
+        if planned is None:
             return None
         case = planned.wire, planned.num_layers, config.device_config.device_type
         return _works.get(case, lambda: step_work(planned.plan, *case[1:]), lambda _: len(planned.wire))
@@ -87,7 +92,7 @@ class StepShares:
         for each in in_order:
             room = self._room(each, left)
             if each.tokens <= room or (not each.may_be_cut and left == STEP_SECONDS):
-                left -= each.fixed + each.tokens * each.work.row
+                left -= each.seconds
             elif cut is None and each.may_be_cut and room > 0 and not (self._has_cut and others):
                 cut, most, left = each.name, room, 0.0
             else:
@@ -102,6 +107,5 @@ class StepShares:
     @staticmethod
     def _room(request: Costly, left: float) -> int:
         """How many tokens of a request fit into the rest of a step; in a whole step at least one."""
-        seconds, row = left - request.fixed, request.work.row
-        found = request.tokens if seconds >= request.tokens * row else int(seconds // row) if seconds > 0 else 0
-        return max(found, 1) if left == STEP_SECONDS else max(found, 0)
+        found = min(request.tokens, request.work.rows(left - request.begin))
+        return max(int(found), int(left == STEP_SECONDS))

@@ -24,6 +24,7 @@ from midstream.plan.work import (
     BEGIN_SECONDS,
     CHECK_SECONDS,
     DEFAULT_WIDTH,
+    GRAPH_ROWS,
     KEPT_ROW,
     STEP_SECONDS,
     WRITE_SECONDS,
@@ -51,11 +52,13 @@ def check_strangers(plan: Plan, num_layers: int, device: str = "cuda") -> None:
         allowed = f"up to {wire.MAX_STRANGERS_INPUTS} over HTTP"
         raise fields.refuse("the plan", f"programs with {len(inputs)} different further inputs", allowed)
     work = step_work(plan, num_layers, device)
-    if (total := work.begin + work.step + work.row) > STEP_SECONDS:
+    if (total := work.begin + work.step) > STEP_SECONDS:
         given = f"{total * 1e3:.0f} ms of work in the step of one token on this {device} engine"
+        rows = f"the numbers of {work.free} row{'s' if work.free > 1 else ''}"
+        of_rows = work.free * work.row
         charged = (
-            f"{work.begin * 1e3:.0f} to begin {count} edits and captures, {work.step * 1e3:.0f} for operations and shared matrices, "
-            f"{work.row * 1e3:.0f} for the token's numbers"
+            f"{work.begin * 1e3:.0f} to begin {count} edits and captures, {(work.step - of_rows) * 1e3:.0f} for operations and shared "
+            f"matrices, {of_rows * 1e3:.0f} for {rows}"
         )
         what = "use fewer edits, layers and listed positions, shorter programs, or smaller tensors in them"
         raise fields.refuse("the plan", f"{given} ({charged})", f"up to {STEP_SECONDS * 1e3:.0f} ms over HTTP: {what}")
@@ -92,7 +95,8 @@ def step_work(plan: Plan, num_layers: int, device: str) -> StepWork:
         step += runs * (
             of_all + sum(of_all * is_grouped + sum(w.fixed_seconds(device) for w in kind) for kind in kinds)
         )
-    return StepWork(begin, step, row)
+    free = GRAPH_ROWS if not is_grouped and any(item.runs_program for item in plan.interventions) else 1
+    return StepWork(begin, step + free * row, row, free)
 
 
 def _kinds(listed: Sequence[tuple[Work, Sequence[int]]]) -> list[list[Work]]:

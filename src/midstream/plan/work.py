@@ -7,6 +7,7 @@ for the plan that costs most for its work.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,6 +21,7 @@ MAX_PLAN_ITEMS = 1 << 16  # numbers, texts, lists and dicts in these programs
 BEGIN_SECONDS = 70e-6  # to read, compile and load an edit, once
 WRITE_SECONDS = 6e-4  # to write the program of a probe or a gated edit, once
 CHECK_SECONDS = 6e-5  # to check an operation of a program in the engine, once
+GRAPH_ROWS = 512  # the most rows of a CUDA graph, which runs its programs on all of them
 DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
 KEPT_ROW = 1e3  # weighted numbers that cost as much as keeping one row of a capture
 _PER_LAUNCH = 8  # results that cost as much as one launch
@@ -61,7 +63,7 @@ class Rates(NamedTuple):
     product: float
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(8e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 1e-13)})
+RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(8e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 5e-14)})
 
 
 class Work(NamedTuple):
@@ -102,13 +104,20 @@ class StepWork(NamedTuple):
 
     Attributes:
         begin: in the request's first step.
-        step: in each step.
-        row: for each row of the request in a step.
+        step: in each step, with `free` rows.
+        row: for each further row of the request in a step.
+        free: how many rows cost as much as one.
     """
 
     begin: float = 0.0
     step: float = 0.0
     row: float = 0.0
+    free: int = 0
+
+    def rows(self, seconds: float) -> float:
+        """How many rows fit into this time."""
+        left = seconds - self.step
+        return self.free + (left / self.row if self.row else math.inf) if left >= 0 else 0
 
 
 def rates_of(device: str) -> Rates:
@@ -150,7 +159,7 @@ def product_of(row: float, shared: float, row_products: float, shared_products: 
 
 def around(width: int) -> Work:
     """The work that a step does around a program: it gathers the rows, compares their values and puts them back."""
-    return Work(12, row=16 * width)
+    return Work(12, row=6 * width)
 
 
 def check_size(programs: Mapping[str, Any]) -> None:
