@@ -69,7 +69,7 @@ def hostile() -> dict[str, Callable[[], Any]]:
         width=HIDDEN,
     )
     shared = program(
-        ("full.default", ((1024, 1024), 0.5)), *[("mm.default", (Ref(0), Ref(0)))] * 100, result=INPUT, width=HIDDEN
+        ("full.default", ((1024, 1024), 0.5)), *[("mm.default", (Ref(0), Ref(0)))] * 250, result=INPUT, width=HIDDEN
     )
     many = [Apply("resid_post", layers=[i % LAYERS], program=chain(60, seed=i)) for i in range(200)]
     gate = Probe("resid_post", layer=0, weight=V, name="p")
@@ -81,7 +81,7 @@ def hostile() -> dict[str, Callable[[], Any]]:
         "240 medians": lambda: Plan.of(Apply("resid_post", layers=[0], program=medians())).to_json(),
         "250 unbinds": lambda: json.dumps(written(unbinds())),
         "250 products of 2^18 numbers": lambda: Plan.of(Apply("resid_post", program=wide)).to_json(),
-        "100 products of matrices that all rows share": lambda: Plan.of(Apply("resid_post", program=shared)).to_json(),
+        "250 products of matrices that all rows share": lambda: Plan.of(Apply("resid_post", program=shared)).to_json(),
         "200 programs of 60 operations": lambda: Plan.of(many).to_json(),
         "a gated program": lambda: Plan.of(inside).to_json(),
         "long lists": lambda: json.dumps(written(lists)),
@@ -108,7 +108,7 @@ def test_a_plan_that_would_hold_up_a_step_is_refused_at_once(name: str, device: 
         assert "allowed: up to" in message, message
         return time.thread_time() - began
 
-    assert least(cost, 0.2) < 0.2
+    assert least(cost, 0.2) < 0.4  # below 0.1 on a machine that does nothing else
 
 
 def test_the_message_says_what_was_charged_and_what_to_do() -> None:
