@@ -25,10 +25,10 @@ from midstream.plan.work import STEP_SECONDS, StepWork
 from midstream.runtime.request import PlanRequest, packed
 
 
-def costly(name: str, step: float, row: float = 0.0, tokens: int = 1, begin: float = 0.0) -> Costly:
+def costly(name: str, step: float, row: float = 0.0, tokens: int = 1, begin: float = 0.0, plan: str = "") -> Costly:
     """Shares of a step in hundredths."""
     unit = STEP_SECONDS / 100
-    return Costly(name, StepWork(begin * unit, step * unit, row * unit), tokens, begin > 0)
+    return Costly(name, StepWork(begin * unit, step * unit, row * unit), plan or name, tokens, begin > 0)
 
 
 def taken(share, requests) -> float:
@@ -37,7 +37,11 @@ def taken(share, requests) -> float:
     for each in requests:
         if each.name in share.hidden or (share.cut not in (None, each.name) and (each.tokens > FEW or each.begins)):
             continue
-        total += each.begin + each.work.step + (share.most if each.name == share.cut else each.tokens) * each.work.row
+        total += (
+            each.begins * each.work.begin
+            + each.work.step
+            + (share.most if each.name == share.cut else each.tokens) * each.work.row
+        )
     return 100 * total / STEP_SECONDS
 
 
@@ -65,6 +69,20 @@ def test_a_long_prompt_is_cut_and_others_get_every_second_step() -> None:
     assert seen[0].most == 90 and "long" in seen[1].hidden and "short" not in seen[1].hidden | seen[2].hidden
     alone = StepShares()
     assert [alone.next([long, short], False).cut for _ in range(3)] == ["long"] * 3
+
+
+def test_requests_with_one_plan_run_together_and_pay_once() -> None:
+    requests = [costly(f"r{i}", 60, 0.1, 10, begin=30, plan="p") for i in range(20)]
+    assert not StepShares().next(requests, False).hidden
+    assert len(StepShares().next([costly(f"r{i}", 60, 0.1, 10, begin=30) for i in range(20)], False).hidden) == 19
+
+
+def test_rows_that_cost_nothing_are_shared_by_requests_with_one_plan() -> None:
+    work = StepWork(0.0, STEP_SECONDS / 2, STEP_SECONDS / 1000, 512)
+    requests = [Costly(f"r{i}", work, "p", 300, False) for i in range(6)]
+    share = StepShares().next(requests, False)
+    taken = sum(each.tokens for each in requests if each.name not in share.hidden and each.name != share.cut)
+    assert share.cut is not None and taken + share.most <= 512 + 500
 
 
 def test_what_fits_into_no_step_runs_alone_token_by_token() -> None:
@@ -126,7 +144,7 @@ def steps_of(scheduler: Any, count: int) -> list[dict[str, int]]:
 
 def test_a_long_prompt_with_a_dear_plan_is_cut_to_what_a_step_allows(scheduler: Any) -> None:
     work = step_work(dear(), 8, "cpu")
-    most = int(work.rows(STEP_SECONDS - work.begin))
+    most = work.free + int((STEP_SECONDS - work.step) / work.row)
     assert 2 < most < 10
     scheduler.add_request(asked("a", dear()))
     steps = steps_of(scheduler, 10)

@@ -18,7 +18,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
@@ -109,7 +109,7 @@ class RequestState:
         in_forward: whether it has a trace in the forward.
         is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended.
         is_unstarted: whether it has a trace and had not begun when this was last checked.
-        work: what its plan costs a step, if it is a client's of a server; else None.
+        work: what its plan costs a step, and the plan, if it is a client's of a server; else None.
     """
 
     changes_kv: bool
@@ -117,7 +117,7 @@ class RequestState:
     in_forward: bool
     is_apart: bool
     is_unstarted: bool
-    work: StepWork | None = None
+    work: tuple[StepWork, Hashable] | None = None
 
     @property
     def is_costly(self) -> bool:
@@ -237,7 +237,7 @@ class _Rules:
                 others = others or tokens > FEW or _is_unstarted(request)
                 continue
             tokens, may_be_cut = min(tokens, self.max_num_scheduled_tokens), can_cut and not request.has_encoder_inputs
-            found.append(Costly(request.request_id, state.work, tokens, _is_unstarted(request), may_be_cut))
+            found.append(Costly(request.request_id, *state.work, tokens, _is_unstarted(request), may_be_cut))
         return found, others
 
     def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ while other requests have prompts to compute, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class Costly:
     """A request whose plan costs time.
 
     Attributes:
+        plan: what equal plans have in common. Requests with one plan run together.
         tokens: that it has to compute, all its prompt at first.
         begins: whether the coming step is its first.
         may_be_cut: whether its prompt may be computed in parts.
@@ -31,19 +32,10 @@ class Costly:
 
     name: str
     work: StepWork
+    plan: Hashable
     tokens: int
     begins: bool
     may_be_cut: bool = True
-
-    @property
-    def begin(self) -> float:
-        """Seconds that only its first step takes."""
-        return self.work.begin if self.begins else 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Of a step with all its tokens."""
-        return self.begin + self.work.step + max(self.tokens - self.work.free, 0) * self.work.row
 
 
 class Share(NamedTuple):
@@ -60,17 +52,19 @@ class Share(NamedTuple):
     most: int = 0
 
 
+_MOST_LOADED = 16
 _works: Memory[StepWork] = Memory()
 
 
-def work_of(config: Any, sampling_params: Any) -> StepWork | None:
-    """What a request's plan costs a step; None without a plan."""
+def work_of(config: Any, sampling_params: Any) -> tuple[StepWork, Hashable] | None:
+    """What a request's plan costs a step, and `Costly.plan`; None without a plan."""
     try:
         planned = PlanRequest.of(sampling_params)
         if planned is None:
             return None
         case = planned.wire, planned.num_layers, config.device_config.device_type
-        return _works.get(case, lambda: step_work(planned.plan, *case[1:]), lambda _: len(planned.wire))
+        work = _works.get(case, lambda: step_work(planned.plan, *case[1:]), lambda _: len(planned.wire))
+        return work, planned.wire
     except PlanError:  # the worker will refuse the plan
         return None
 
@@ -81,20 +75,22 @@ class StepShares:
     def __init__(self) -> None:
         self._queue: list[str] = []  # those first that have waited longest
         self._has_cut = False  # in the last step
+        self._loaded: dict[Hashable, None] = {}  # the plans that began last, which need not be compiled again
 
     def next(self, requests: Iterable[Costly], others_have_prompts: bool) -> Share:
         """The coming step's share. `others_have_prompts`: whether other requests would have to wait while a prompt is cut."""
-        left, hidden, cut, most = STEP_SECONDS, set[str](), None, 0
+        step, hidden, cut, most = _Step(self._loaded), set[str](), None, 0
         known = {each.name: each for each in requests}
         queue = [name for name in self._queue if name in known]
         in_order = [known[name] for name in dict.fromkeys([*queue, *known])]
         others = others_have_prompts or sum(each.tokens > FEW for each in in_order) > 1
         for each in in_order:
-            room = self._room(each, left)
-            if each.tokens <= room or (not each.may_be_cut and left == STEP_SECONDS):
-                left -= each.seconds
+            room = step.room(each)
+            if cut is None and (each.tokens <= room or (not each.may_be_cut and step.is_empty)):
+                step.take(each)
             elif cut is None and each.may_be_cut and room > 0 and not (self._has_cut and others):
-                cut, most, left = each.name, room, 0.0
+                cut, most = each.name, room
+                self._loaded[each.plan] = None
             else:
                 hidden.add(each.name)
         if cut is not None:
@@ -102,10 +98,38 @@ class StepShares:
         names = [each.name for each in in_order]
         self._queue = [n for n in names if n in hidden] + [n for n in names if n not in hidden]
         self._has_cut = cut is not None
+        for plan in list(self._loaded)[:-_MOST_LOADED]:
+            del self._loaded[plan]
         return Share(frozenset(hidden), cut, most)
 
-    @staticmethod
-    def _room(request: Costly, left: float) -> int:
-        """How many tokens of a request fit into the rest of a step; in a whole step at least one."""
-        found = min(request.tokens, request.work.rows(left - request.begin))
-        return max(int(found), int(left == STEP_SECONDS))
+
+class _Step:
+    """What is left of a step. `loaded`: the plans that need not be compiled."""
+
+    def __init__(self, loaded: dict[Hashable, None]) -> None:
+        self._left, self._loaded = STEP_SECONDS, loaded
+        self._free: dict[Hashable, int] = {}  # rows that plans of the step have for nothing
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._free
+
+    def _fixed(self, request: Costly) -> float:
+        """The seconds that the request takes whatever the number of its tokens."""
+        begin = request.work.begin if request.begins and request.plan not in self._loaded else 0.0
+        return begin + (0.0 if request.plan in self._free else request.work.step)
+
+    def room(self, request: Costly) -> int:
+        """How many tokens of a request fit in; in an empty step at least one."""
+        left = self._left - self._fixed(request)
+        if left < 0:
+            return int(self.is_empty)
+        free, row = self._free.get(request.plan, request.work.free), request.work.row
+        return max(min(request.tokens, free + int(left / row)) if row else request.tokens, int(self.is_empty))
+
+    def take(self, request: Costly) -> None:
+        """Put the request into the step, with all its tokens."""
+        free = self._free.get(request.plan, request.work.free)
+        self._left -= self._fixed(request) + max(request.tokens - free, 0) * request.work.row
+        self._free[request.plan] = max(free - request.tokens, 0)
+        self._loaded[request.plan] = None

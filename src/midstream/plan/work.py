@@ -7,7 +7,6 @@ for the plan that costs most for its work.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -113,11 +112,6 @@ class StepWork(NamedTuple):
     step: float = 0.0
     row: float = 0.0
     free: int = 0
-
-    def rows(self, seconds: float) -> float:
-        """How many rows fit into this time."""
-        left = seconds - self.step
-        return self.free + (left / self.row if self.row else math.inf) if left >= 0 else 0
 
 
 def rates_of(device: str) -> Rates:
