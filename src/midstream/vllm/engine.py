@@ -89,6 +89,8 @@ class EngineConnection:
         streams: the streams that are being iterated over.
     """
 
+    _is_servers = False  # whether its requests are those of a server's clients
+
     def __init__(self, engine: Any, sinks: Sinks, is_async: bool, is_ours: bool = True) -> None:
         self._engine: Any = engine
         self._is_servers = not is_ours
@@ -268,7 +270,7 @@ class EngineConnection:
         Raises PlanError if the workers lack a run, ParameterError if an adapter cannot be loaded.
         """
         for request in requests if self._is_servers else ():
-            if request.plan is not None:  # of a client that shares the engine with others
+            if request.plan is not None:
                 request.params.extra_args[NAME]["shares"] = True
         async with AsyncExitStack() as stack:
             await self._drop_interrupted()
