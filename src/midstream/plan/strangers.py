@@ -70,7 +70,7 @@ def step_work(plan: Plan, num_layers: int, device: str) -> StepWork:
     everywhere, listed = defaultdict[Point, list[Work]](list), defaultdict[Point, list[tuple[Work, Any]]](list)
     selectors: Counter[Point] = Counter()
     for item in plan.interventions:
-        work, place = _work(item, not is_grouped), item.place
+        work, place = _work(item, not is_grouped and not item.parts), item.place
         begin += count_of(item, num_layers) * BEGIN_SECONDS
         begin += WRITE_SECONDS if item.runs_program and item.its_program is None else 0.0
         for layer in range(num_layers) if item.at_layers == "all" else item.at_layers:
@@ -110,19 +110,27 @@ def _kinds(listed: Sequence[tuple[Work, Sequence[int]]]) -> list[list[Work]]:
 
 def _work(item: Intervention, is_fused: bool) -> Work:
     """The work of an intervention in a step, at one layer. `is_fused`: one kernel makes all edits of a site that are not programs."""
-    parts = [_work(part, is_fused) for part in item.parts]
+    if item.at_attention:
+        return Work()
+    work = functools.reduce(Work.plus, (_arithmetic(part, is_fused) for part in (item, *item.parts)))
+    if not item.runs_program:
+        return work
+    operands = (value for part in (item, *item.parts) for _, value in part.values())
+    width = max((value.width for value in operands if isinstance(value, Vector)), default=0)
     if (program := item.its_program) is not None:
-        parts.append(program.work.plus(around(sum((program.width, *program.inputs)))))
-    if item.at_attention or (program is not None and not item.parts):
-        return functools.reduce(Work.plus, parts, Work())
-    operands = [value for _, value in item.values()]
-    width = max((value.width for value in operands if isinstance(value, Vector)), default=DEFAULT_WIDTH)
+        width = sum((program.width, *program.inputs))
+    return work.plus(around(width or DEFAULT_WIDTH))
+
+
+def _arithmetic(item: Intervention, is_fused: bool) -> Work:
+    """The work of a single intervention, without that around its program."""
+    if item.parts:  # a gate: the comparison of a score, and the choice of a value
+        return Work(8)
+    if item.its_program is not None:
+        return item.its_program.work
+    width = max((value.width for _, value in item.values() if isinstance(value, Vector)), default=DEFAULT_WIDTH)
     if isinstance(item, Probe):
-        parts.append(around(width).plus(Work(products=width * item.classes, row=4 * width + 8 * item.classes)))
-    elif item.parts:
-        parts.append(around(width))
-    elif isinstance(item, Steer) and not item.norm_match:  # the vectors are summed before they meet the rows
-        parts.append(Work(0 if is_fused else 1, row=width / 8))
-    else:
-        parts.append(Work(0 if is_fused else 10, row=8 * width + (KEPT_ROW if isinstance(item, Reading) else 0)))
-    return functools.reduce(Work.plus, parts)
+        return Work(4, row=4 * width + 8 * item.classes, products=width * item.classes)
+    if isinstance(item, Steer) and not item.norm_match:  # the vectors are summed before they meet the rows
+        return Work(0 if is_fused else 1, row=width / 8)
+    return Work(0 if is_fused else 10, row=8 * width + (KEPT_ROW if isinstance(item, Reading) else 0))
