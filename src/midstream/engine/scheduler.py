@@ -236,7 +236,7 @@ class _Rules:
             if state is None or state.work is None:
                 others = others or tokens > FEW or _is_unstarted(request)
                 continue
-            tokens, may_be_cut = min(tokens, self.max_num_scheduled_tokens), can_cut and not request.has_encoder_inputs
+            tokens, may_be_cut = min(tokens, self.max_num_scheduled_tokens), can_cut and not request.mm_features
             found.append(Costly(request.request_id, *state.work, tokens, _is_unstarted(request), may_be_cut))
         return found, others
 
