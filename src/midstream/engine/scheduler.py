@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -230,8 +230,8 @@ class _Rules:
             self, "need_mamba_block_aligned_split", False
         )
         found, others = list[Costly](), False
-        waiting = [request for request in self.waiting if not _is_paused(request)]
-        for request in (*self.running, *waiting):
+        waiting = (request for request in self.waiting if not _is_paused(request))
+        for request in (*self.running, *islice(waiting, self.max_num_running_reqs)):  # no others can be in the step
             state, tokens = self._states.get(request.request_id), max(_to_compute(request), 1)
             if state is None or state.work is None:
                 others = others or tokens > FEW or _is_unstarted(request)
@@ -263,8 +263,9 @@ class _Rules:
             return self._schedule_together(*args, **kwargs)
         running, waiting = self.running, self.waiting
         able = [request for request in waiting if not _is_paused(request)]
+        near = able if self._share == Share() else able[: self.max_num_running_reqs]  # as in `_costly`
         waits = [
-            request for request in able if (request.request_id in apart) is traced and not self._is_hidden(request)
+            request for request in near if (request.request_id in apart) is traced and not self._is_hidden(request)
         ]
         if self._apart_is_stuck and traced is False:  # room that gets free is for the request that waits longest
             free = list(takewhile(lambda request: request.request_id not in apart, able))
