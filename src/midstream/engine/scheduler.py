@@ -107,7 +107,8 @@ class RequestState:
         changes_kv: whether it may write KV that differs from the model's own.
         held_from: as of `AcceptedPlans.held_from`, while the workers may refuse its plan; then None.
         in_forward: whether it has a trace in the forward.
-        is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended.
+        is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended, and if
+            traces share steps.
         is_unstarted: whether it has a trace and had not begun when this was last checked.
         work: what its plan costs a step, and the plan, if it is a client's of a server; else None.
     """
@@ -149,6 +150,7 @@ class _Rules:
     max_num_scheduled_tokens: int
     finish_requests: Any
     _share = Share()  # of the coming step
+    _turns: StepTurns | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,7 +180,7 @@ class _Rules:
             changes_kv(request.sampling_params),
             self._accepted.held_from(request),
             in_forward,
-            in_forward,
+            in_forward and self._turns is not None,
             trace is not None,
             work_of(self.vllm_config, request.sampling_params) if trace is None and _shares(request) else None,
         )
@@ -258,7 +260,7 @@ class _Rules:
         """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none; without those that wait
         because of `_share`. vLLM sees only these.
         """
-        apart = {name for name, state in self._states.items() if state.is_apart} if self._turns is not None else set()
+        apart = {name for name, state in self._states.items() if state.is_apart}
         if not apart and self._share == Share():
             return self._schedule_together(*args, **kwargs)
         running, waiting = self.running, self.waiting
@@ -268,7 +270,7 @@ class _Rules:
             request for request in near if (request.request_id in apart) is traced and not self._is_hidden(request)
         ]
         if self._apart_is_stuck and traced is False:  # room that gets free is for the request that waits longest
-            free = list(takewhile(lambda request: request.request_id not in apart, able))
+            free = set(takewhile(lambda request: request.request_id not in apart, able))
             waits = [request for request in waits if request in free]
         shown = [
             request for request in running if (request.request_id in apart) is traced and not self._is_hidden(request)
@@ -353,7 +355,9 @@ class _Rules:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
         if (state := self._states.get(request.request_id)) is not None and state.in_forward:
-            self._change(request.request_id, is_apart=True)  # its edits are made again, also if its trace has ended
+            self._change(
+                request.request_id, is_apart=self._turns is not None
+            )  # its edits are made again, also if its trace has ended
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
