@@ -202,10 +202,10 @@ def search(seed: int, allowed: float, device: torch.device, most: float = 0.02) 
 
 
 def at_the_bound(found: Found, device: torch.device) -> Found:
-    """The candidate's program for as many rows, and then as often, as a step of a server takes."""
+    """The candidate's program as often as a step of a server takes it, for no more rows than fit into one."""
     candidate, program = found.candidate, found.candidate.program()
     fixed, row = program.work.fixed_seconds(device.type), program.work.row_seconds(device.type)
-    rows = max(1, min(2048, int((STEP_SECONDS - fixed) / row) if row else 2048))
+    rows = max(1, min(candidate.rows, int((STEP_SECONDS - fixed) / row) if row else candidate.rows))
     price = fixed + rows * row
     runs = max(1, int(STEP_SECONDS / price))
     candidate = dataclasses.replace(candidate, rows=rows)

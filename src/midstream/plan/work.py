@@ -30,10 +30,10 @@ _WEIGHT = 2.0  # of a number that an operation reads or writes
 READ_WEIGHT = 0.25  # of a number of a matrix that all rows share
 # The weights of slower operations: sorting, selection, and arithmetic with denormal or infinite numbers.
 _WEIGHTS = {
-    64.0: "logit sort argsort",
+    64.0: "logit sort argsort std var",
     32.0: "topk kthvalue median floor_divide remainder fmod div_mode sinc sqrt erfinv digamma",
     16.0: """
-        logcumsumexp logsumexp tan sin cos log log2 log10 asinh acosh asin acos atan std var lgamma erfc pow mish tanh xlogy exp argmax
+        logcumsumexp logsumexp tan sin cos log log2 log10 asinh acosh asin acos atan lgamma erfc pow mish tanh xlogy exp argmax
         argmin
     """,
     4.0: """
@@ -62,7 +62,7 @@ class Rates(NamedTuple):
     product: float
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(8e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 5e-14)})
+RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(10e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 5e-14)})
 
 
 class Work(NamedTuple):
