@@ -26,6 +26,7 @@ from midstream.plan.work import (
     DEFAULT_WIDTH,
     GRAPH_ROWS,
     KEPT_ROW,
+    PLACE_SECONDS,
     STEP_SECONDS,
     WRITE_SECONDS,
     StepWork,
@@ -72,6 +73,7 @@ def step_work(plan: Plan, num_layers: int, device: str) -> StepWork:
     for item in plan.interventions:
         work, place = _work(item, not is_grouped and not item.parts), item.place
         begin += count_of(item, num_layers) * BEGIN_SECONDS
+        begin += count_of(item, num_layers) * PLACE_SECONDS if item.runs_program and not is_grouped else 0.0
         begin += WRITE_SECONDS if item.runs_program and item.its_program is None else 0.0
         for layer in range(num_layers) if item.at_layers == "all" else item.at_layers:
             point = item.site, layer

@@ -19,6 +19,7 @@ MAX_PLAN_STEPS = 1 << 12  # operations in all programs of a plan from HTTP
 MAX_PLAN_ITEMS = 1 << 16  # numbers, texts, lists and dicts in these programs
 BEGIN_SECONDS = 70e-6  # to read, compile and load an edit, once
 WRITE_SECONDS = 4.5e-4  # to write the program of a probe or a gated edit, once
+PLACE_SECONDS = 2e-4  # to put a program into the tables of a GPU, once for each layer
 CHECK_SECONDS = 6e-5  # to check an operation of a program in the engine, once
 GRAPH_ROWS = 512  # the most rows of a CUDA graph, which runs its programs on all of them
 DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
