@@ -241,7 +241,7 @@ def test_edits_that_split_the_rows_multiply_the_work_on_a_cpu() -> None:
     assert split > 30 * alone > 5 * (others - step_work(Plan.of(elsewhere), 8, "cpu").step)  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_mutated_plans_are_read_in_bounded_time(seed: int) -> None:
     rng = random.Random(seed)
     texts = [make() for make in hostile().values()]

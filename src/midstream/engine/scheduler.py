@@ -198,9 +198,8 @@ class _Rules:
             traced = False if turns is None else are_alone or turns.next()
             shares = counts["is_costly"] and traced is False
             self._share = self._shares.next(*self._costly()) if shares else Share()
-            schedule = (
-                self._schedule_together if turns is not None and are_alone else partial(self._schedule_apart, traced)
-            )
+            is_whole = are_alone if turns is not None else self._share == Share()
+            schedule = self._schedule_together if is_whole else partial(self._schedule_apart, traced)
             output = schedule(*args, **kwargs)
             if turns is not None and traced is not None:
                 turns.begin(output, traced)
@@ -261,8 +260,6 @@ class _Rules:
         because of `_share`. vLLM sees only these.
         """
         apart = {name for name, state in self._states.items() if state.is_apart}
-        if not apart and self._share == Share():
-            return self._schedule_together(*args, **kwargs)
         running, waiting = self.running, self.waiting
         able = [request for request in waiting if not _is_paused(request)]
         near = able if self._share == Share() else able[: self.max_num_running_reqs]  # as in `_costly`
