@@ -149,8 +149,8 @@ class _Rules:
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
     finish_requests: Any
-    _share = Share()  # of the coming step
     _turns: StepTurns | None = None
+    _share = Share()  # of the coming step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -162,7 +162,7 @@ class _Rules:
         self._turns = StepTurns(settings.trace_share) if settings.trace_share < 1 and is_one else None
         self._states: dict[str, RequestState] = {}
         self._counts = Counter[str]()  # the number of states with each flag of `_TALLIED`
-        self._shares = StepShares()
+        self._shares, self._share = StepShares(), Share()
         self._apart_is_stuck = False  # whether no waiting request apart could begin in the last step of its kind
         self._scores: dict[str, list[ScoreChunk]] = {}  # those that have not left yet, by request
         self._accepted = AcceptedPlans()
