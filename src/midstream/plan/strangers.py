@@ -134,5 +134,5 @@ def _arithmetic(item: Intervention, is_fused: bool) -> Work:
     if isinstance(item, Probe):
         return Work(4, row=4 * width + 8 * item.classes, products=width * item.classes)
     if isinstance(item, Steer) and not item.norm_match:  # the vectors are summed before they meet the rows
-        return Work(0 if is_fused else 0.7, row=width / 8)
+        return Work(0 if is_fused else 0.5, row=width / 8)
     return Work(0 if is_fused else 10, row=8 * width + (KEPT_ROW if isinstance(item, Reading) else 0))

@@ -63,7 +63,7 @@ class Rates(NamedTuple):
     product: float
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(10e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 5e-14)})
+RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 5e-14)})
 
 
 class Work(NamedTuple):
