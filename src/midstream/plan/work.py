@@ -44,6 +44,7 @@ _WEIGHTS = {
     """,
 }
 _WEIGHT_OF = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}
+_WITH_INDICES = frozenset("gather scatter scatter_add index index_put index_select embedding".split())
 _ONE_AFTER_ANOTHER = frozenset(
     "sort argsort topk kthvalue median cummax cummin cumsum cumprod logcumsumexp argmax argmin max min prod".split()
 )
@@ -136,6 +137,7 @@ def work_of(op: str, row: float, shared: float, results: int, along: int) -> Wor
     """
     weight = weight_of(op)
     launches = 1 + (results - 1) / _PER_LAUNCH + _WARNS * op.startswith(("var.", "std."))
+    launches += 2 * (op.partition(".")[0] in _WITH_INDICES)  # they are clamped before
     if op.partition(".")[0] in _ONE_AFTER_ANOTHER:
         launches += along / _IN_A_ROW
     return Work(launches, shared * weight, row * weight)
