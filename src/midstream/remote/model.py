@@ -27,7 +27,8 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import nearest
 from midstream.plan.probes import rows_end
 from midstream.plan.selections import Selector
-from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
+from midstream.plan.strangers import check_strangers
+from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
@@ -630,7 +631,7 @@ class Remote(DescribedModel):
         own = dict.fromkeys(lowering.plans)
         try:
             for plan in own:
-                check_strangers(plan, self.num_layers)
+                check_strangers(plan, self.num_layers, self.device_type)
             fits = (
                 len({*own, *given}) <= MAX_PROMPTS
                 and sum(len(as_msgpack(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES
