@@ -10,6 +10,7 @@ Legend: R rows, H the site's width, S the features, C the chosen ones.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import math
@@ -19,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from midstream.errors import PlanError
@@ -37,6 +39,7 @@ ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
 _NORMS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm", "covariance_whitening")
 _LN_EPS = 1e-5
 _WRITTEN = "midstream-sae"  # the key of a file's metadata
+_FILE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 MOST_TOP = 32
 _SHAPES = {
     "W_enc": "HS", "W_dec": "SH", "b_dec": "H", "b_enc": "S", "threshold": "S", "b_gate": "S", "b_mag": "S", "r_mag": "S",
@@ -109,10 +112,11 @@ class SAE:
             shape = [{"H": self.width, "S": self.features}[axis] for axis in _SHAPES[name]]
             if list(weights[name].shape) != shape:
                 raise fields.refuse(f"SAE.{name}", f"of shape {list(weights[name].shape)}", str(shape))
-            self._weights[name] = weights[name].detach().float().cpu().clone(memory_format=torch.contiguous_format)
-        for name, weight in self._weights.items():
+            weight = weights[name].detach().float().cpu()
             if not bool(torch.isfinite(weight).all()):
                 raise fields.refuse(f"SAE.{name}", "not finite", "finite numbers")
+            self._constants[name] = Constant.of(weight)
+            self._weights[name] = _over(self._constants[name].data or b"", torch.float32).view(weight.shape)
         self._rescales = self.architecture == "topk" and fields.flag(
             "SAE.rescale_acts_by_decoder_norm", config.get("rescale_acts_by_decoder_norm", False)
         )
@@ -152,16 +156,18 @@ class SAE:
         return cls(sae.cfg.to_dict(), sae.state_dict(), site=site, layer=layer)
 
     @classmethod
-    def read(cls, data: bytes) -> SAE:
+    def read(cls, data: bytes | bytearray) -> SAE:
         """The SAE that `written` wrote. Raises PlanError as the class does, or if the data is of something else."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
         try:
-            weights = load(data)
-            size = int.from_bytes(data[:8], "little")
-            config, site, layer = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_WRITTEN])
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            size = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(bytes(data[8:size]))
+            config, site, layer = json.loads(header.pop("__metadata__")[_WRITTEN])
+            weights = {}
+            for name, entry in header.items():  # without a copy: a server holds the data meanwhile
+                begin, end = (size + int(each) for each in entry["data_offsets"])
+                values = _over(memoryview(data)[begin:end], _FILE_DTYPES[entry["dtype"]])
+                weights[name] = values.view(entry["shape"])
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise PlanError(f"The data is no SAE that SAE.written wrote: {error}.") from error
         if not isinstance(config, dict):
             raise fields.refuse("SAE.config", fields.shown(config), "a dict")
@@ -175,8 +181,8 @@ class SAE:
 
     @property
     def nbytes(self) -> int:
-        """The size of its weights in bytes."""
-        return sum(weight.nbytes for weight in self._weights.values())
+        """The bytes of memory that it takes."""
+        return sum(constant.nbytes for constant in self._constants.values())
 
     @property
     def held(self) -> dict[str, Constant]:
@@ -387,6 +393,8 @@ class SAE:
         return out if normed.shift is None else step("add.Tensor", out, normed.shift)
 
     def _constant(self, name: str) -> Constant:
+        if name == "directions" and not self._rescales:
+            name = "W_dec"
         if name not in self._constants:
             self._constants[name] = Constant.of(self._tensor(name))
         return self._constants[name]
@@ -420,6 +428,16 @@ class SAE:
 
     def _checked(self, method: str, feature: Any) -> int:
         return _within(f"SAE.{method}: feature", feature, 0, self.features - 1)
+
+
+def _over(data: bytes | memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over this memory, which it keeps alive. PyTorch's own way warns if the memory is read-only."""
+    raw = np.frombuffer(data, np.uint8)
+    if not raw.size:
+        return torch.empty(0, dtype=dtype)
+    buffer = (ctypes.c_char * raw.size).from_address(raw.ctypes.data)
+    buffer.owner = raw  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 def _within(field: str, value: Any, low: int, high: int) -> int:

@@ -143,6 +143,8 @@ _FRONT_END = (
          "Ends the engine with time to free its shared memory and sockets.", members="shutdown(*, timeout)"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", READS, "midstream.engine.launch._has_died",
          "The log of an engine that has ended by itself is kept.", members="errored"),
+    Seam("vllm.v1.engine.async_llm.AsyncLLM", READS, "midstream.engine.launch.call_workers",
+         "vLLM never answers a call that was sent to a killed engine; midstream ends it.", members="errored"),
     Seam("vllm.v1.engine.core_client.SyncMPClient", READS, "midstream.engine.launch.wake_waiting_callers",
          "vLLM leaves callers waiting when the engine's process is killed (0.26 to 0.33); midstream puts the error into their queues.",
          members="resources; outputs_queue; utility_results"),

@@ -34,11 +34,10 @@ from midstream.sae import SAE
 from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
+from midstream.serve.gate import Gate, RequestRefused, error_response
 from midstream.serve.monitors import Monitors
 from midstream.serve.requests import (
-    Gate,
     Listed,
-    RequestRefused,
     SelectorOfRows,
     Server,
     SpanOfText,
@@ -50,7 +49,6 @@ from midstream.serve.requests import (
     check_theirs,
     check_there,
     delete_owned,
-    error_response,
     new_router,
     openapi_body,
     owner_of,

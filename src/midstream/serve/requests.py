@@ -35,7 +35,7 @@ from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
@@ -55,30 +55,19 @@ from midstream.requests.invokes import Invoke
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
+from midstream.serve.gate import RequestRefused, error_response
 from midstream.serve.monitors import Monitors
 from midstream.settings import NAME
 from midstream.vllm.model import VLLM
 from midstream.vllm.stream import RunningRequest
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
-_STALLED_SECONDS = 30.0  # a body is given up if no part of it comes for so long
-TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
 MAX_SCORES = 1 << 16  # numbers of the probes of one request
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
-_LAST_SECONDS = 5  # time for clients to read the rest of their responses after the engine has ended
-_RETRY_AFTER = b"5"  # seconds
-_KINDS = {
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "RequestTooLargeError",
-    503: "ServiceUnavailableError",
-}  # names as the openai client has them
 ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"  # an environment variable of the server
 NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
@@ -211,13 +200,6 @@ class Server:
         return ServedRequest(self, plan, answers, inline, owner)
 
 
-class RequestRefused(Exception):
-    """The request is answered with this status and message."""
-
-    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
-        super().__init__(status, message, parameter)
-
-
 async def adapter_of(request: Request, name: str | None) -> Any:
     """vLLM's LoRARequest of the adapter that a request names as its model; None for the model itself.
 
@@ -246,13 +228,12 @@ def server_of(request: Request) -> Server:
 async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
     """A request's body.
 
-    Raises RequestRefused if the body is over `limit`, if no part of it comes for a while, or if the bodies of this API key would take more
-    room than they leave for others.
+    Raises RequestRefused if the body is over `limit`, if no part of it comes for a while (see `Gate`), or if the bodies of this API key
+    would take more room than they leave for others.
     """
     receiving, owner, data = server_of(request).receiving, owner_of(request.headers), bytearray()
-    parts = request.stream()
     try:
-        while (part := await asyncio.wait_for(anext(parts, None), _STALLED_SECONDS)) is not None:
+        async for part in request.stream():
             data += part
             receiving[owner] += len(part)
             if len(data) > limit:
@@ -260,8 +241,6 @@ async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
             if receiving[owner] > MAX_RECEIVING_BYTES - receiving.total():
                 raise RequestRefused(503, "The server is receiving too much at once. Try again later.")
         return bytes(data)
-    except TimeoutError:
-        raise RequestRefused(408, f"Nothing of the body came for {_STALLED_SECONDS:.0f} seconds.") from None
     finally:
         receiving[owner] -= len(data)
         if not receiving[owner]:
@@ -293,76 +272,6 @@ class _Route(APIRoute):
 def new_router() -> APIRouter:
     """A router for routes under /v1/midstream, whose errors are answered."""
     return APIRouter(prefix=f"/v1/{NAME}", tags=[NAME], route_class=_Route)
-
-
-class Gate:
-    """ASGI middleware: refuses the field on routes that would ignore it, and requests to a server that is ending.
-
-    Every refusal because of load, vLLM's own too, says when to try again. The server ends in spite of clients that neither send nor read,
-    also after its engine has died: uvicorn would wait for them.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" and (uvicorn := getattr(scope["app"].state, "server", None)) is not None:
-            uvicorn.config.timeout_graceful_shutdown = _LAST_SECONDS
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return await self._app(scope, receive, send)
-        path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
-        server: Server | None = getattr(scope["app"].state, NAME, None)
-        if server is not None and server.is_draining:
-            return await error_response(503, "The server is ending. Ask another one, or try again later.")(
-                scope, receive, send
-            )
-        if path not in TAKING and not path.startswith(f"/v1/{NAME}/"):
-            messages = [await receive()]
-            while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
-                messages.append(await receive())
-            if _has_field(b"".join(message.get("body", b"") for message in messages), path):
-                message = f"{path} takes no plan in this place. Routes that do: {', '.join(TAKING)}."
-                return await error_response(400, message, NAME)(scope, receive, send)
-            receive = _repeated(messages, receive)
-        await self._app(scope, receive, send)
-
-
-def _repeated(messages: list[Any], receive: Any) -> Any:
-    remaining = iter(messages)
-
-    async def again() -> Any:
-        return next(remaining, None) or await receive()
-
-    return again
-
-
-def _with_retry_after(send: Any) -> Any:
-    async def sending(message: Any) -> None:
-        if message["type"] == "http.response.start" and message["status"] in (429, 503):
-            names = {name.lower() for name, _ in message["headers"]}
-            if b"retry-after" not in names:
-                message["headers"] = [*message["headers"], (b"retry-after", _RETRY_AFTER)]
-        await send(message)
-
-    return sending
-
-
-def _has_field(body: bytes, path: str) -> bool:
-    if not any(each in body for each in (NAME.encode(), b"\\u", b"\0")):  # as it is, in escapes, or in UTF-16
-        return False
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(given := json.loads(body), dict):
-            places = [given, given.get("sampling_params")]
-            if path != f"{TAKING[1]}/batch":  # this route passes vllm_xargs on to the engine
-                places.append(given.get("vllm_xargs"))
-            return any(isinstance(place, dict) and NAME in place for place in places)
-    return False
-
-
-def error_response(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> JSONResponse:
-    """A response with an error in OpenAI's form. By default its type, `kind`, follows from the status."""
-    kind = kind or _KINDS.get(status, "BadRequestError")
-    return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
 def owner_of(headers: Mapping[str, str]) -> bytes:

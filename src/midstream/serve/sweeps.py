@@ -14,14 +14,13 @@ from typing_extensions import TypedDict
 
 from midstream.errors import MidstreamError
 from midstream.requests.arguments import is_chat, prompts_of
+from midstream.serve.gate import RequestRefused, error_response
 from midstream.serve.remote import StreamingMessages, with_heartbeats
 from midstream.serve.requests import (
     Listed,
-    RequestRefused,
     Server,
     SpanOfText,
     adapter_of,
-    error_response,
     new_router,
     openapi_body,
     owner_of,
