@@ -164,7 +164,7 @@ class SAE:
             config, site, layer = json.loads(header.pop("__metadata__")[_WRITTEN])
             weights = {}
             for name, entry in header.items():  # without a copy: a server holds the data meanwhile
-                begin, end = (size + int(each) for each in entry["data_offsets"])
+                begin, end = (size + fields.integer(name, each, 0) for each in entry["data_offsets"])
                 values = _over(memoryview(data)[begin:end], _FILE_DTYPES[entry["dtype"]])
                 weights[name] = values.view(entry["shape"])
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -405,16 +405,16 @@ class SAE:
             return self._weights["r_mag"].exp()
         if name == "norms":
             return self._weights["W_dec"].norm(dim=-1)
-        return self._directions if name == "directions" else self._weights[name]
+        if name == "directions":
+            norms_S1 = self._weights["W_dec"].norm(dim=-1, keepdim=True)
+            norms_S1 = norms_S1.where(norms_S1 > 0, torch.ones_like(norms_S1))  # a dead feature adds nothing
+            return self._weights["W_dec"] / norms_S1
+        return self._weights[name]
 
     @cached_property
     def _directions(self) -> torch.Tensor:
         """What one unit of each feature's activation adds, `[S, H]`."""
-        decoder = self._weights["W_dec"]
-        if not self._rescales:
-            return decoder
-        norms_S1 = decoder.norm(dim=-1, keepdim=True)
-        return decoder / norms_S1.where(norms_S1 > 0, torch.ones_like(norms_S1))  # a dead feature adds nothing
+        return _over(self._constant("directions").data or b"", torch.float32).view(self.features, self.width)
 
     @cached_property
     def _constants(self) -> dict[str, Constant]:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
+from midstream.plan.ops.final import check_final
 from midstream.plan.values import Capture, Intervention, ModelFacts, Plan, check, check_strangers, counted_from_0
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
@@ -251,6 +252,7 @@ def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: in
     """Raise PlanError for mistakes that the front end can see. It knows the width of the residual stream only."""
     plan = unpacked(wire)
     layers, hidden, dtype = model
+    check_final(plan.edits, layers)  # below, only parts of the plan are checked together
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
     residual, others = list[Intervention](), list[Intervention]()
     for item in plan.interventions:

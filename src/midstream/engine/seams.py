@@ -105,6 +105,8 @@ _FRONT_END = (
     Seam("vllm.v1.engine.output_processor.OutputProcessor.process_outputs", REPLACES, "midstream.engine.launch.taking_scores",
          "Takes the scores of probes off the engine's outputs, and keeps them with their request.",
          signature="(engine_core_outputs, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.utils.zmq_socket_ctx", REPLACES, "midstream.engine.launch.passing_interrupts_on",
+         "Lets Ctrl-C and SIGTERM end an engine's start.", signature="(path, socket_type, **rest)", role=Role.FRONT_END),
     Seam("vllm.v1.engine.output_processor.OutputProcessor", READS, "midstream.engine.launch.taking_scores",
          "Finds a request by the id of its output.", members="request_states"),
     Seam("vllm.v1.engine.output_processor.RequestState._new_completion_output", REPLACES, "midstream.engine.launch.putting_scores",

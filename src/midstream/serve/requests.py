@@ -142,9 +142,9 @@ class Server:
         finally:
             self.running -= prompts
 
-    async def read(self, given: Any, owner: bytes) -> ServedRequest:
+    async def read(self, given: Any, owner: bytes, may_be_final: bool = False) -> ServedRequest:
         """Read a request's field on another thread, with the checks that need no prompt. Raises PlanError."""
-        return await on_a_thread(json_size(given), self._read, given, owner)
+        return await on_a_thread(json_size(given), self._read, given, owner, may_be_final)
 
     async def run_carried(
         self, given: Any, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any
@@ -160,7 +160,7 @@ class Server:
             async for output in outputs:
                 yield output
 
-    def checked_plan(self, given: Any) -> Plan:
+    def checked_plan(self, given: Any, may_be_final: bool = False) -> Plan:
         """A stranger's plan, as data. It may refer to the server's runs by name or id. Raises PlanError."""
         runs = {key: run for run in self.model.runs.handles for key in (run.name, run.id)}
         plan = Plan.from_wire(
@@ -168,10 +168,20 @@ class Server:
             trusted=False,
             named_runs=runs,
             saes=dict(self.saes),
+            may_be_final=may_be_final,
         )
         check_strangers(plan, self.model.num_layers)
         self.model.planner.check(plan)
         return plan
+
+    def set_plan(self, plan: Plan) -> None:
+        """Set the engine-wide plan. Raises PlanError for captures, and for probes whose scores a histogram cannot show."""
+        with about(f"{NAME}.plan"):
+            if plan.captures:
+                raise PlanError("The engine-wide plan may have no captures: no client would get the rows.")
+            Monitors.check(plan.probes)
+        self.model.plan = plan
+        self.model.connection.watched = plan.probes
 
     def check_probe_names(self, plan: Plan) -> None:
         """Raise PlanError if a request's probe has the name of one of the engine-wide plan."""
@@ -180,12 +190,12 @@ class Server:
             if probe.name in taken:
                 raise fields.refuse("Probe.name", f"{probe.name!r}, as a probe of the server's", "another name")
 
-    def _read(self, given: Any, owner: bytes) -> ServedRequest:
+    def _read(self, given: Any, owner: bytes, may_be_final: bool) -> ServedRequest:
         with _refusing(NAME):
             content = _content(given)
         with _refusing():
             given = _loaded(f"{NAME}.plan", content.get("plan"))
-            plan = Plan() if given is None else self.checked_plan(given)
+            plan = Plan() if given is None else self.checked_plan(given, may_be_final)
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:
@@ -225,8 +235,9 @@ def server_of(request: Request) -> Server:
     return request.app.state.midstream  # type: ignore[no-any-return]
 
 
-async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
-    """A request's body.
+@contextlib.asynccontextmanager
+async def received(request: Request, limit: int, too_large: str) -> AsyncIterator[bytearray]:
+    """A request's body, which counts as being received until the block ends.
 
     Raises RequestRefused if the body is over `limit`, if no part of it comes for a while (see `Gate`), or if the bodies of this API key
     would take more room than they leave for others.
@@ -240,11 +251,17 @@ async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
                 raise RequestRefused(413, too_large.format(f"over {limit >> 20} MiB"))
             if receiving[owner] > MAX_RECEIVING_BYTES - receiving.total():
                 raise RequestRefused(503, "The server is receiving too much at once. Try again later.")
-        return bytes(data)
+        yield data
     finally:
         receiving[owner] -= len(data)
         if not receiving[owner]:
             del receiving[owner]
+
+
+async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
+    """A request's body. Raises RequestRefused as `received` does."""
+    async with received(request, limit, too_large) as data:
+        return bytes(data)
 
 
 class _Route(APIRoute):
