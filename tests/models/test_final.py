@@ -51,17 +51,17 @@ CLIENTS: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor], torch.Tenso
         lambda h: (50 * D + W).expand_as(h),
     ),
     "clamp": (
-        lambda: Clamp("resid_post", layers=3, direction=D + W / W.norm(), low=9.0, high=math.inf),
-        lambda h: h + (9 - h @ (u := (D + W / W.norm()) / (D + W / W.norm()).norm())).clamp(min=0)[:, None] * u,
+        lambda: Clamp("resid_post", layers=3, direction=D + W / W.norm(), low=90.0, high=math.inf),
+        lambda h: h + (90 - h @ (u := (D + W / W.norm()) / (D + W / W.norm()).norm())).clamp(min=0)[:, None] * u,
     ),
     "apply": (lambda: Apply("resid_post", layers=3, program=lambda h: 1.5 * h + 20 * D), lambda h: 1.5 * h + 20 * D),
     "when": (
         lambda: When(
             Probe("resid_post", layer=3, weight=W, name="p"),
             above=-1e9,
-            then=Steer("resid_post", layers=3, vector=9 * D),
+            then=Steer("resid_post", layers=3, vector=9 * D + W),
         ),
-        lambda h: h + 9 * D,
+        lambda h: h + 9 * D + W,
     ),
     "steer and apply": (
         lambda: [
