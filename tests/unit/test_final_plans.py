@@ -47,7 +47,7 @@ def test_a_final_edit_is_of_its_kind_and_equal_to_none_that_is_not(edit: Any, fi
     for same in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert same == made and type(same) is type(made)
     plan = Plan((edit,), final=final)
-    assert plan == Plan((made,)) and plan.has_final and plan.hash != Plan((edit,)).hash
+    assert plan == Plan((made,)) and plan.final == final and plan.hash != Plan((edit,)).hash
     for again in (Plan.from_json(plan.to_json()), unpacked(packed(plan)), pickle.loads(pickle.dumps(plan))):
         assert again == plan and again.edits[0].final == final
     at_once = {**json.loads(Plan((edit,)).to_json()), "final": final}
@@ -61,7 +61,7 @@ def test_only_an_administrator_makes_edits_final() -> None:
     for data in (wire, {**json.loads(Plan((STEER,)).to_json()), "final": "all"}):
         with pytest.raises(PlanError, match="the edits of an engine-wide plan alone are final"):
             Plan.from_wire(data, trusted=False)
-        assert Plan.from_wire(data, trusted=False, may_be_final=True).has_final
+        assert Plan.from_wire(data, trusted=False, may_be_final=True).final is not None
     for wrong in ("later ", True, 1, ["later"]):
         with pytest.raises(PlanError, match="final"):
             Plan((STEER,), final=wrong)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_only_an_administrator_makes_edits_final() -> None:
     captured["interventions"][0]["final"] = "later"
     with pytest.raises(PlanError, match="change nothing"):
         Plan.from_wire(captured)
-    assert not Plan((Capture("resid_post"),), final="later").has_final
+    assert Plan((Capture("resid_post"),), final="later").final is None
 
 
 # ------------------------------------------------------------------------------------------------ which edits are allowed

@@ -252,7 +252,8 @@ def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: in
     """Raise PlanError for mistakes that the front end can see. It knows the width of the residual stream only."""
     plan = unpacked(wire)
     layers, hidden, dtype = model
-    check_final(plan.edits, layers)  # below, only parts of the plan are checked together
+    if plan.has_final:  # below, only parts of the plan are checked together
+        check_final(plan.edits, layers)
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
     residual, others = list[Intervention](), list[Intervention]()
     for item in plan.interventions:

@@ -38,7 +38,7 @@ from midstream.plan.captures import Capture, Consumer, Reading, Sink
 from midstream.plan.fields import Span, span_positions
 from midstream.plan.ops import Apply, Clamp, Edit, Knockout, Patch, Steer, When
 from midstream.plan.ops.edit import Intervention, changed, field_names
-from midstream.plan.ops.final import Final, check_final, final_of, made_final
+from midstream.plan.ops.final import Final, check_final, checked_final, made_final
 from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
 from midstream.plan.selections import Selector
@@ -106,7 +106,8 @@ class Plan:
                 )
         if any(len(item.parts) > 2 for item in self.interventions):
             fields.settle(self, interventions=tuple(one for item in self.interventions for one in item.alone))
-        if (final := final_of("Plan.final", final)) is not None:
+        if final is not None:
+            final = checked_final("Plan.final", final)
             items = (made_final(item, final) if isinstance(item, Edit) else item for item in self.interventions)
             fields.settle(self, interventions=tuple(items))
         if self.probes:
@@ -263,6 +264,10 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.interventions)
+
+
+# An argument alone would read as None. With several kinds of final edits, "all" counts.
+Plan.final = property(lambda plan: min((edit.final for edit in plan.edits if edit.final), default=None))  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------ the normal form
@@ -444,7 +449,8 @@ def check(
     An argument that is None is unknown, and is not checked.
     """
     _check_size(plan, facts.num_layers)
-    check_final(plan.edits, facts.num_layers)
+    if plan.has_final:
+        check_final(plan.edits, facts.num_layers)
     for item in chain.from_iterable((*item.parts, item) for item in plan.interventions):
         _check_positions(item, prompt_length, multimodal)
         if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:

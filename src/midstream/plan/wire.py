@@ -27,7 +27,7 @@ from midstream.plan import fields
 from midstream.plan.captures import Capture, Consumer, Reading
 from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
-from midstream.plan.ops.final import Final, final_of, made_final
+from midstream.plan.ops.final import Final, checked_final, made_final
 from midstream.plan.probes import Probe
 from midstream.plan.program import Program, read_constants, read_programs, written_constant, written_program
 from midstream.plan.selections import Selector, made
@@ -271,8 +271,10 @@ class _PlanReader:
             return cls(**values)  # type: ignore[no-any-return]
 
     def final(self, place: str, given: Any) -> Final | None:
-        final = final_of(place, given)
-        if final is not None and not self.may_be_final:
+        if given is None:
+            return None
+        final = checked_final(place, given)
+        if not self.may_be_final:
             raise fields.refuse(place, fields.shown(final), "None; the edits of an engine-wide plan alone are final")
         return final
 

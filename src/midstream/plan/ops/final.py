@@ -31,6 +31,9 @@ class _FinalEdit:
     def effect(self) -> tuple[Any, ...]:
         return self.final, *super().effect()  # type: ignore[misc]
 
+    def __repr__(self) -> str:
+        return f"final {super().__repr__()}"
+
     def __reduce__(self) -> Any:
         return made_final, (not_final(cast("Edit", self)), self.final)
 
@@ -110,6 +113,6 @@ def _is_before(one: _Place, other: _Place) -> bool:
     return comes_before(one[0], other[0])
 
 
-def final_of(place: str, given: Any) -> Final | None:
-    """A checked value of the field `final`. Raises PlanError."""
-    return None if given is None else fields.one_of(place, given, FINALS)  # type: ignore[return-value]
+def checked_final(place: str, given: Any) -> Final:
+    """A value of the field `final`. Raises PlanError."""
+    return fields.one_of(place, given, FINALS)  # type: ignore[return-value]
