@@ -32,13 +32,13 @@ def forget_peak() -> None:
         pytest.skip("the system does not let this process reset its peak")
 
 
-def written(kind: str) -> bytearray:
+def written(kind: str, features: int = FEATURES) -> bytearray:
     torch.manual_seed(0)
-    config: dict[str, Any] = {"architecture": "standard", "d_in": WIDTH, "d_sae": FEATURES}
+    config: dict[str, Any] = {"architecture": "standard", "d_in": WIDTH, "d_sae": features}
     if kind == "topk":
         config |= {"architecture": "topk", "k": 8, "rescale_acts_by_decoder_norm": True}
-    weights = {"W_enc": torch.randn(WIDTH, FEATURES), "W_dec": torch.randn(FEATURES, WIDTH)}
-    weights |= {"b_enc": torch.zeros(FEATURES), "b_dec": torch.zeros(WIDTH)}
+    weights = {"W_enc": torch.randn(WIDTH, features), "W_dec": torch.randn(features, WIDTH)}
+    weights |= {"b_enc": torch.zeros(features), "b_dec": torch.zeros(WIDTH)}
     return bytearray(SAE(config, weights, site="resid_post", layer=0).written())
 
 
@@ -70,7 +70,7 @@ def test_an_sae_takes_the_memory_that_it_counts_and_gives_it_back(kind: str) -> 
 
 
 def test_an_sae_is_read_from_read_only_memory_and_outlives_it() -> None:
-    data = written("standard")
+    data = written("standard", 512)
     one, other = SAE.read(bytes(data)), SAE.read(data)
     data[:] = bytes(len(data))
     rows = torch.randn(3, WIDTH)
