@@ -55,7 +55,7 @@ def test_an_sae_takes_the_memory_that_it_counts_and_gives_it_back(kind: str) -> 
     at_peak, at_rest = memory("VmHWM") - before, memory("VmRSS") - before
     slack = 4 << 20
     assert at_rest <= sae.nbytes + slack
-    assert at_peak <= 1.6 * sae.nbytes + slack  # a matrix is looked at while it is read
+    assert at_peak <= 1.8 * sae.nbytes + slack  # one matrix more, while it becomes a constant
     each = (*sae._constants.values(), *sae._weights.values())
     gone: list[Any] = [
         weakref.ref(one) for one in each if one.nbytes >= HELD_BYTES
@@ -66,7 +66,7 @@ def test_an_sae_takes_the_memory_that_it_counts_and_gives_it_back(kind: str) -> 
     assert len(packed(plan.held[0])) < 1 << 20
     del sae, plan
     gc.collect()
-    assert len(gone) == 4 + (kind == "topk") and not any(ref() is not None for ref in gone)
+    assert len(gone) == 4 and not any(ref() is not None for ref in gone)
 
 
 def test_an_sae_is_read_from_read_only_memory_and_outlives_it() -> None:
