@@ -182,6 +182,7 @@ class LoadedPlans:
         self._loaded: dict[Any, LoadedPlan] = {}
         self._idle: OrderedDict[Any, LoadedPlan] = OrderedDict()  # those without a request
         self._idle_bytes = 0
+        self._kept: Set[str] = frozenset()  # the digests of constants that the worker holds
 
     def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
@@ -206,7 +207,8 @@ class LoadedPlans:
         if loaded.users:
             return
         self._hooks.release(loaded.hooked)
-        if loaded.key is None or loaded.plan.runs:  # a run's memory goes when nobody uses it
+        # The memory of a run, and of constants that the worker has dropped, goes when nobody uses it.
+        if loaded.key is None or loaded.plan.runs or not loaded.held <= self._kept:
             return self._drop(loaded)
         self._idle[loaded.key] = loaded
         self._idle_bytes += loaded.size
@@ -217,6 +219,7 @@ class LoadedPlans:
 
     def forget(self, kept: Set[str]) -> None:
         """Drop plans without a request that need other held constants than those in `kept`: they would keep these in memory."""
+        self._kept = kept
         for key, loaded in list(self._idle.items()):
             if not loaded.held <= kept:
                 del self._idle[key]
