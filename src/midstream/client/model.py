@@ -159,6 +159,14 @@ class TraceModel(Sizes):
         composed = {id(each.plan): (edits if each.record else self.plan) + each.plan for each in invokes}
         return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
 
+    def _check_forward(self, invokes: Sequence[Invoke]) -> None:
+        """Raise PlanError if code of traces that has to run in the forward could act after final edits."""
+        if any(invoke.plan.has_final for invoke in invokes):
+            raise PlanError(
+                "The engine-wide plan is final, and this trace's code has to run in the forward, where it could write after the plan. "
+                "`model.explain(fn)` says which line needs that. Send a plan, or a trace that a plan and captures can do."
+            )
+
     def _with_programs(self, invokes: Sequence[Invoke]) -> list[Invoke]:
         """The invokes with the functions of their plans recorded, each plan's once. Raises PlanError for one that cannot be a program."""
         plans = {id(invoke.plan): invoke.plan for invoke in invokes if invoke.plan and invoke.plan.has_functions}

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
+from midstream.plan.ops.final import check_final
 from midstream.plan.strangers import check_strangers
 from midstream.plan.values import Capture, Intervention, ModelFacts, Plan, check, counted_from_0
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
@@ -308,6 +309,8 @@ def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: in
     """Raise PlanError for mistakes that the front end can see. It knows the width of the residual stream only."""
     plan = unpacked(wire)
     layers, hidden, dtype = model
+    if plan.has_final:  # below, only parts of the plan are checked together
+        check_final(plan.edits, layers)
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
     residual, others = list[Intervention](), list[Intervention]()
     for item in plan.interventions:

@@ -8,8 +8,8 @@
     model.generate(prompts, plan=plan)
 
 Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). The order
-at a site is: captures and probes before, patches, steers, clamps, programs, gated edits, captures and probes after. `ops` has one file for
-each kind of edit.
+at a site is: captures and probes before, patches, steers, clamps, programs, gated edits, final edits (in the same order), captures and
+probes after. `ops` has one file for each kind of edit.
 
 A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the engine
 holds.
@@ -25,7 +25,7 @@ import dataclasses
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any
@@ -38,6 +38,7 @@ from midstream.plan.captures import Capture, Consumer, Reading, Sink
 from midstream.plan.fields import Span, span_positions
 from midstream.plan.ops import Apply, Clamp, Edit, Knockout, Patch, Steer, When
 from midstream.plan.ops.edit import Intervention, changed, field_names
+from midstream.plan.ops.final import Final, check_final, checked_final, made_final
 from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
 from midstream.plan.selections import Selector
@@ -85,12 +86,19 @@ class Plan:
     """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes several `When`s with one
     edit each.
 
+    Args:
+        interventions: edits, captures and probes.
+        final: makes its edits final. At their sites, final edits act after the other edits of a plan that they are added to, of any kind.
+            With "later", that plan may have no other edits that could undo them; with "all", it may have no other edits at all. It is meant
+            for engine-wide plans.
+
     Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
     """
 
     interventions: tuple[Intervention, ...] = ()
+    final: InitVar[Final | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, final: Final | None) -> None:
         fields.settle(self, interventions=tuple(self.interventions))
         for i, item in enumerate(self.interventions):
             if not isinstance(item, (Edit, Reading)):
@@ -99,6 +107,10 @@ class Plan:
                 )
         if any(len(item.parts) > 2 for item in self.interventions):
             fields.settle(self, interventions=tuple(one for item in self.interventions for one in item.alone))
+        if final is not None:
+            final = checked_final("Plan.final", final)
+            items = (made_final(item, final) if isinstance(item, Edit) else item for item in self.interventions)
+            fields.settle(self, interventions=tuple(items))
         if self.probes:
             check_names(self.probes)
 
@@ -152,9 +164,12 @@ class Plan:
         trusted: bool = True,
         named_runs: Mapping[str, RecordedRun] | None = None,
         saes: Mapping[str, Any] | None = None,
+        may_be_final: bool | None = None,
     ) -> Plan:
-        """The plan that `to_wire` wrote: see `wire.from_wire`. Raises PlanError for anything else."""
-        return cls(wire.from_wire(given, trusted=trusted, named_runs=named_runs, saes=saes))
+        """The plan that `to_wire` wrote: see `wire.from_wire`. Raises PlanError for anything else. Trusted plans may be final."""
+        may_be_final = trusted if may_be_final is None else may_be_final
+        found = wire.from_wire(given, trusted=trusted, named_runs=named_runs, saes=saes, may_be_final=may_be_final)
+        return cls(found)
 
     @classmethod
     def from_json(cls, text: str, *, trusted: bool = True) -> Plan:
@@ -164,6 +179,11 @@ class Plan:
     @cached_property
     def edits(self) -> tuple[Edit, ...]:
         return tuple(item for item in self.interventions if isinstance(item, Edit))
+
+    @cached_property
+    def has_final(self) -> bool:
+        """Whether it has final edits."""
+        return any(edit.final is not None for edit in self.edits)
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
@@ -253,12 +273,16 @@ class Plan:
         return bool(self.interventions)
 
 
+# An argument alone would read as None. With several kinds of final edits, "all" counts.
+Plan.final = property(lambda plan: min((edit.final for edit in plan.edits if edit.final), default=None))  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------------------ the normal form
 
 
 def _normal_edits(edits: Sequence[Edit], num_layers: int | None, prompt_length: int | None) -> Iterator[Edit]:
     in_order = sorted((edit for edit in edits if not edit.changes_nothing()), key=lambda edit: (edit.order, edit.kind))
-    for _, of_kind in groupby(in_order, key=lambda edit: edit.kind):
+    for _, of_kind in groupby(in_order, key=lambda edit: (edit.order, edit.kind)):
         each = [one for edit in of_kind for one in edit.spread(num_layers, prompt_length)]
         yield from sorted(each, key=_order_of(each)) if each else ()
 
@@ -294,7 +318,7 @@ def _point(item: Intervention) -> tuple[int, int]:
 def encoded(item: Intervention) -> str:
     """All fields of an intervention as text, for comparing and hashing."""
     values = [_encoded(name, getattr(item, name)) for name in field_names(type(item))]  # type: ignore[arg-type]
-    return _TEXT.encode([item.kind, *values])
+    return _TEXT.encode([item.kind, *values, *([item.final] if item.final is not None else [])])
 
 
 def _encoded(field: str, value: Any) -> Any:
@@ -434,6 +458,8 @@ def check(
     An argument that is None is unknown, and is not checked.
     """
     _check_size(plan, facts.num_layers)
+    if plan.has_final:
+        check_final(plan.edits, facts.num_layers)
     for item in chain.from_iterable((*item.parts, item) for item in plan.interventions):
         _check_positions(item, prompt_length, multimodal)
         if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:

@@ -15,17 +15,15 @@ from typing_extensions import TypedDict
 from midstream.errors import MidstreamError
 from midstream.plan.wire import MAX_STRANGERS_EDITS
 from midstream.requests.arguments import is_chat, prompts_of
+from midstream.serve.gate import RequestRefused, error_response, owner_of
 from midstream.serve.remote import StreamingMessages, with_heartbeats
 from midstream.serve.requests import (
     Listed,
-    RequestRefused,
     Server,
     SpanOfText,
     adapter_of,
-    error_response,
     new_router,
     openapi_body,
-    owner_of,
     read_place,
     receive_body,
     server_of,

@@ -148,7 +148,8 @@ class SweepRun:
         for site, layers in itertools.product(outline.grid.sites, outline.grid.layers):
             for layer in layers:
                 with about("sites"):
-                    self._model.planner.check(Plan((Patch(site, layer=layer, position=0, source="zeros"),)))
+                    patch = Patch(site, layer=layer, position=0, source="zeros")
+                    self._model.planner.check(Plan(self._model.plan.edits) + patch)
 
     def _tokens(self, prompt: Prompt) -> Tokens:
         ids = encode(prompt, lambda: self._model.tokenizer)
