@@ -415,9 +415,9 @@ def _escaped(label: Any) -> str:
     return str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 
-def show(label: Any) -> str:
-    """A readable label: `␣` for a leading space, escapes for newlines and tabs, long text truncated."""
+def show(label: Any, longest: int = _LONGEST_LABEL) -> str:
+    """A readable label: `␣` for a leading space, escapes for newlines and tabs, text longer than `longest` truncated."""
     text = _escaped(label)
     text = "␣" + text[1:] if text.startswith(" ") else text
-    text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
+    text = text if len(text) <= longest else text[: longest - 1] + "…"
     return text.replace("$", r"\$")  # two of them would make a formula

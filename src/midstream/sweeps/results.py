@@ -352,7 +352,7 @@ class SweepResult:
                     'A figure of heads needs one column of positions. Sweep one position, or positions="together". Or use result.values.'
                 )
             values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
-            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {show(labels[0])}"
+            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {show(labels[0], 40)}"
         name = "effect" if effects else "recovered" if recovered else self._metric_name
         is_share = name == "recovered" or (effects and self._has_corrupt)
         centre = 0.0 if effects else self._baseline(is_share)
