@@ -38,16 +38,25 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
+from midstream.engine.admission import (
+    OWNER,
+    as_client_error,
+    json_size,
+    misspelt_key,
+    misspelt_key_error,
+    on_a_thread,
+)
 from midstream.engine.launch import may_load_adapters
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.fields import nearest
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of, stopping
 from midstream.plan.selections import Selection, made
-from midstream.plan.values import Plan, Span, check_strangers
+from midstream.plan.strangers import check_strangers
+from midstream.plan.values import Plan, Span
 from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.arguments import answers_of
@@ -180,7 +189,7 @@ class Server:
             named_runs=runs,
             saes=dict(self.saes),
         )
-        check_strangers(plan, self.model.num_layers)
+        check_strangers(plan, self.model.num_layers, self.model.device_type)
         self.model.planner.check(plan)
         return plan
 
@@ -310,6 +319,7 @@ class Gate:
             uvicorn.config.timeout_graceful_shutdown = _LAST_SECONDS
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
+        OWNER.set(owner_of(Headers(scope=scope)))
         path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
         server: Server | None = getattr(scope["app"].state, NAME, None)
         if server is not None and server.is_draining:
