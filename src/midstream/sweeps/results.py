@@ -404,7 +404,7 @@ class SweepResult:
                 raise ParameterError(text, field="head")
             return np.s_[:, grid.heads.index(head)], columns, f"patched at head {head}"
         column = 0 if position is None else self._column(position)
-        return np.s_[:, :, column], [str(each) for each in grid.heads], f"head, patched at {show(columns[column])}"
+        return np.s_[:, :, column], [str(each) for each in grid.heads], f"head, patched at {show(columns[column], 40)}"
 
     def _column(self, position: int | str) -> int:
         """The number of the column with this label, or with this position of the patched prompts."""
