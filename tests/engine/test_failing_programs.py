@@ -49,7 +49,7 @@ PLANS: dict[str, Callable[[], Any]] = {
         Capture("resid_post", layers=3, when="after", positions="all"),
     ],
     "capture": lambda: [Capture("resid_post", layers=3, positions="all", program=KEPT)],
-    "probe": lambda: [Probe("sines", "resid_post", layer=3, program=SCORE, positions="all")],
+    "probe": lambda: [Probe("resid_post", layer=3, program=SCORE, name="sines", positions="all")],
 }
 
 
