@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from midstream import hooks
-from midstream.arch import detect, split_heads, split_routers, unknown_logits
+from midstream.arch import detect, parts_left_out, split_heads, split_routers, unknown_logits
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
@@ -50,6 +50,13 @@ def _device(device: Any, device_map: Any) -> Any:
 
 _SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map for several devices
 
+
+# Arguments of transformers' attention functions -> the parts of a model that they have.
+_PARTS = {
+    "softcap": "the soft caps of attention scores",
+    "s_aux": "the sinks of attention",
+    "position_bias": "the position biases of attention",
+}
 
 BATCH_TOKENS = 2048  # of prompts with plans that run together, and of what they generate
 
@@ -94,7 +101,8 @@ class LanguageModel(TraceModel):
     batches. A batch may change the last bits of a value, by about 1e-5 of the value in float32.
 
     Args:
-        model: a path or name for `AutoModelForCausalLM`, or a model.
+        model: a path or name for `AutoModelForCausalLM`, or a model. If transformers' default attention leaves out a part of the model,
+            as it does the soft caps of Gemma 2, a model that is given by its name gets `attn_implementation="eager"`.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
         rename: as in `VLLM`; a key may also be a class of modules.
         device: where to run.
@@ -104,7 +112,8 @@ class LanguageModel(TraceModel):
         kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name for `dtype`, and `device_map` for `device`.
 
     Raises:
-        ParameterError: transformers does not take an argument, or an argument asks for something that midstream does not support.
+        ParameterError: transformers does not take an argument; an argument asks for something that midstream does not support; or the
+            attention implementation of the given model, or the one that `attn_implementation` asks for, leaves out a part of the model.
     """
 
     has_engine = False
@@ -123,6 +132,7 @@ class LanguageModel(TraceModel):
         **kwargs: Any,
     ) -> None:
         kwargs = loading_arguments(kwargs)
+        is_free = isinstance(model, str) and kwargs.get("attn_implementation") is None
         device = _device(device, kwargs.pop("device_map", None))
         module: Any = _loaded(model, kwargs) if isinstance(model, str) else model
         if kwargs and module is model:
@@ -143,6 +153,7 @@ class LanguageModel(TraceModel):
         self._numbers = itertools.count()  # request ids
         split_routers(module, rename)
         split_heads(module)
+        self._compute_all_of_attention(is_free)
         self.arch = detect(module, self._probe, rename=rename)
         modules = dict(module.named_modules())
         aliases = Aliases(rename, modules)
@@ -155,6 +166,24 @@ class LanguageModel(TraceModel):
     def _probe(self) -> Any:
         with torch.no_grad():
             return self.module(input_ids=torch.tensor([[0, 1, 2]], device=self.module.device), use_cache=False)
+
+    def _compute_all_of_attention(self, is_free: bool) -> None:
+        """Take transformers' eager attention if the default one leaves out a part of the model.
+
+        Raises ParameterError if the caller chose the implementation, so that `is_free` is False.
+        """
+        if not (left_out := parts_left_out(self.module, self._probe)):
+            return
+        if not is_free:
+            parts = " and ".join(_PARTS.get(name, name) for name in left_out)
+            chosen = self.module.config.get_text_config()._attn_implementation
+            raise ParameterError(
+                f"transformers' attention {chosen!r} leaves out {parts} of {type(self.module).__name__}, so its values are not the "
+                "model's. Load the model by LanguageModel(name), which chooses an implementation that computes all of it; or with "
+                "attn_implementation='eager'. For a model that is loaded: model.set_attn_implementation('eager').",
+                field="attn_implementation",
+            )
+        self.module.set_attn_implementation("eager")
 
     @torch.no_grad()
     def _unembeds_as_the_model(self) -> bool:
