@@ -16,13 +16,15 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from midstream import Knockout, LanguageModel
+from midstream.commands.compare import compare
 from midstream.errors import ArchitectureError, ParameterError
 
 PROMPT = [int(token) for token in torch.randint(1, 384, (40,), generator=torch.Generator().manual_seed(1))]
 LOW_CAP = 5.0  # scores of the tiny models stay far below the usual 50
-NAMES = [name for name in registry_models.ALL if not name.endswith("_transformers")]
+# The final norm of qwen4_exp is as wide as several streams, so it cannot be loaded.
+NAMES = [name for name in registry_models.ALL if not name.endswith("_transformers") and name != "qwen4_exp"]
 # Models that midstream refuses, for other reasons than their attention.
-REFUSED = {"deepseek_v4", "gemma3n", "hrm_text", "hy_v4", "qwen4_exp", "zaya"}
+REFUSED = {"deepseek_v4", "gemma3n", "hrm_text", "hy_v4", "zaya"}
 SOFT_CAPPED = ["gemma2", "vaultgemma"]
 
 
@@ -92,12 +94,26 @@ def test_a_users_own_attention_function_is_asked(gemma: str) -> None:
     def flash_uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
         return module.eager_attention_forward(*args, **kwargs)
 
-    for function in (capped, flash_uncapped):
-        AttentionInterface.register(f"own_{function.__name__}", function)
-    LanguageModel(gemma, attn_implementation="own_capped")
-    with pytest.raises(ParameterError, match="'own_flash_uncapped' leaves out the soft caps"):
-        LanguageModel(gemma, attn_implementation="own_flash_uncapped")
-    assert AttentionInterface()["own_capped"] is capped
+    AttentionInterface.register("capped", capped)
+    AttentionInterface.register("uncapped", flash_uncapped)
+    LanguageModel(gemma, attn_implementation="capped")
+    with pytest.raises(ParameterError, match="'uncapped' leaves out the soft caps"):
+        LanguageModel(gemma, attn_implementation="uncapped")
+    assert AttentionInterface()["capped"] is capped
+
+
+def test_compare_takes_the_model_as_a_user_loads_it(monkeypatch: pytest.MonkeyPatch, gemma: str) -> None:
+    """Seen: `midstream compare` asked for eager attention itself, and showed no difference."""
+    loaded: list[dict[str, Any]] = []
+
+    def load(name: str, **arguments: Any) -> LanguageModel:
+        loaded.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr("midstream.transformers.model.LanguageModel", load)
+    with pytest.raises(InterruptedError):
+        compare(gemma)
+    assert [sorted(each) for each in loaded] == [["device", "dtype", "rename"]]
 
 
 def test_probabilities_and_knockouts_say_which_bias_they_lack(tmp_path: Path) -> None:

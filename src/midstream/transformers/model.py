@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,9 +21,9 @@ from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.errors import MidstreamError, ParameterError, PromptError
+from midstream.errors import MidstreamError, ParameterError
 from midstream.plan.values import ModelFacts
-from midstream.requests.arguments import prompts_of
+from midstream.requests.arguments import check_ids, prompts_of
 from midstream.requests.invokes import Called, Invoke, InvokeResult, OutputStream, runs_of, token_ids
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
@@ -95,9 +96,10 @@ class LanguageModel(TraceModel):
         with model.trace("The Eiffel Tower is in"):
             h = model.layers_output[8].save()         # [tokens, hidden]
 
-    Several invokes run as one left-padded batch; each sees only its own tokens. Whether a trace records gradients depends on
-    torch's setting at the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts with plans
-    and without traces run without padding. If they have equal lengths and decode greedily with the same parameters, they run together in
+    Several invokes run as one left-padded batch; each sees only its own tokens. A trace records gradients only if its code, or a function
+    that it calls by name, asks for one (`with loss.backward():`, `.grad`, `requires_grad_()`, `torch.autograd`, `torch.enable_grad()`), or
+    if it uses a tensor of the caller's that requires gradients. Other values that leave a trace are detached. Prompts with plans and
+    without traces run without padding. If they have equal lengths and decode greedily with the same parameters, they run together in
     batches. A batch may change the last bits of a value, by about 1e-5 of the value in float32.
 
     Args:
@@ -269,7 +271,8 @@ class LanguageModel(TraceModel):
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
         )
         single = self._with_programs(single)
-        ids = [self._token_ids(each) for each in single]
+        ids = self._all_token_ids(single)
+        self._warn_of_length(ids)
         plans = self.planner.prepare_all(single, ids)
         for invoke in invokes:
             if (most := invoke.params.get("max_tokens")) is not None and most < 1:
@@ -331,10 +334,25 @@ class LanguageModel(TraceModel):
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
         ids = token_ids(invoke, lambda: self.tokenizer, [type(self.module).__name__])
-        rows = len(self.module.get_input_embeddings().weight)
-        if wrong := [token for token in ids if not 0 <= token < rows]:
-            raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
+        check_ids(ids, len(self.module.get_input_embeddings().weight), None)
         return ids
+
+    @property
+    def trained_length(self) -> int | None:
+        return getattr(self._text_config, "max_position_embeddings", None)
+
+    def _warn_of_length(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Warn of prompts with more tokens than the model was made for."""
+        most = self.trained_length
+        long = [number for number, ids in enumerate(prompts) if most is not None and len(ids) > most]
+        if long:
+            which = "The prompt" if len(prompts) == 1 else f"prompts[{long[0]}]"
+            others = f" So have {len(long) - 1} others." if len(long) > 1 else ""
+            warnings.warn(
+                f"{which} has {len(prompts[long[0]])} tokens, and this model was made for {most} (max_position_embeddings): what it "
+                f"computes for later tokens may mean nothing.{others}",
+                stacklevel=2,
+            )
 
     def _run_batch(self, invokes: Sequence[BatchInvoke], until: ExitStack) -> None:
         """Run one batch to the end of its requests. Calls from several threads run one after the other.
