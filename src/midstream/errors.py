@@ -45,6 +45,20 @@ class UnsupportedVersionError(MidstreamError):
     """The installed vLLM is outside the supported range."""
 
 
+class UnguardedScriptError(MidstreamError, SystemExit):
+    """The script starts an engine when it is imported, which each process of the engine does.
+
+    If nothing catches it, Python prints the message without a traceback and ends with status 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            'Start the engine under `if __name__ == "__main__":`. Its processes import this script, and without that line each of them '
+            "would start an engine."
+        )
+        self.code = str(self)
+
+
 class ArchitectureError(MidstreamError):
     """midstream cannot find the model's sites. Raised when the model is loaded, never at first use."""
 

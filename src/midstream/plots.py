@@ -19,6 +19,7 @@ Shapes: L layers, T tokens of the prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -29,6 +30,7 @@ import torch
 from midstream.errors import MidstreamError
 
 _LONGEST_LABEL = 12  # characters
+_LONGEST_LEGEND = 16  # curves in a column
 _WIDEST, _HIGHEST = 14.0, 20.0  # inches: a notebook scales larger figures down
 _HIGHEST_TEXT = 400.0  # inches: a file at 150 dpi may have 65,536 lines of pixels
 _CHARACTER = 9 * 0.602 / 72  # inches: the width of matplotlib's monospace font at 9 points
@@ -94,7 +96,7 @@ def plot_heatmap(
     limits: tuple[float, float] | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draw a grid of numbers as colours, the first row at the top, NaN in grey.
+    """Draw a grid of numbers as colours, the first row at the bottom, as all figures of layers here. NaN is grey.
 
     Args:
         values: `[rows, columns]`: a tensor, an array or nested lists.
@@ -142,11 +144,12 @@ def plot_lines(
     ylabel: str = "",
     ax: Any = None,
 ) -> Any:
-    """Draw curves over the same points: an effect against a scale, a probe's accuracy against the layer.
+    """Draw curves over the same points: an effect against a scale, a probe's accuracy against the layer. The legend is beside them.
 
     Args:
         x: the points.
-        y: `[points]`: a tensor, an array or a list; or several curves by name.
+        y: `[points]`: a tensor, an array or a list; or several curves by name. Curves whose names are numbers, or `"layer 3"`, have colours
+            in the order of these numbers.
         title, path, ax: as in `plot_heatmap`.
         xlabel, ylabel: labels of the axes.
 
@@ -163,13 +166,14 @@ def plot_lines(
             raise MidstreamError(f"The curve {name!r} has {len(values)} points, and x has {len(points)}.")
     pyplot = _pyplot()
     ax = ax if ax is not None else pyplot.subplots(figsize=(5.0, 3.2), layout="constrained")[1]
-    for name, values in curves.items():
-        ax.plot(points, values, marker="o", markersize=4, label=name)
+    for (name, values), colour in zip(curves.items(), _ordered_colours(list(curves)), strict=True):
+        ax.plot(points, values, marker="o", markersize=4, label=name, color=colour)
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title or "")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.3)
-    if any(curves):
-        ax.legend(fontsize=8, frameon=False)
+    if isinstance(y, Mapping):
+        columns = -(-len(curves) // _LONGEST_LEGEND)
+        ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
     write_figure(ax.figure, path)
     return ax
 
@@ -184,7 +188,7 @@ def plot_logit_lens(
 ) -> list[Any]:
     """Draw the logit lens: tokens to the right, layers upwards, in each cell the likeliest next token.
 
-    The colour is its probability. A dot at the start of a token stands for a space. A long prompt takes several bands.
+    The colour is its probability. `␣` at the start of a token stands for a space. A long prompt takes several bands.
 
     Args:
         model_or_lens: a model, which runs one trace on `prompt`, or a result of `logit_lens`.
@@ -203,14 +207,14 @@ def plot_logit_lens(
         lens = logit_lens(model_or_lens, prompt)
     pyplot = _pyplot()
     starts = range(0, len(lens.tokens), wrap)
-    layers = list(range(len(lens.top)))[::-1]  # the first layer at the bottom
+    layers = range(len(lens.top))
     width, height = min(wrap, len(lens.tokens)), 0.55 + 0.3 * len(layers)
     size = (min(_WIDEST, 2.0 + 1.0 * width), 0.8 + height * len(starts))
     figure, bands = pyplot.subplots(len(starts), squeeze=False, figsize=size, layout="constrained")
     for start, ax in zip(starts, bands[:, 0], strict=True):
         columns = lens.tokens[start : start + width]
-        probs = lens.probs_LT[:, start : start + width].flip(0)
-        image = _draw(ax, probs, columns, layers, "viridis", (0.0, 1.0))
+        probs = lens.probs_LT[:, start : start + width]
+        image = _draw(ax, probs, columns, list(layers), "viridis", (0.0, 1.0))
         _write_cells(ax, image, probs, [lens.top[layer][start : start + width] for layer in layers])
         ax.set(ylabel="layer", xlim=(-0.5, width - 0.5))
     figure.suptitle(title)
@@ -340,6 +344,20 @@ def _curve(values: Any) -> list[float]:
     return curve.tolist()
 
 
+def _ordered_colours(names: list[Any]) -> list[Any]:
+    """A colour for each curve, from dark to light in the order of the numbers that are their names. None for matplotlib's own colours."""
+    numbers = [float(found[1]) for name in names if (found := re.fullmatch(r"(?:layer )?(-?\d+(?:\.\d+)?)", str(name)))]
+    if len(numbers) < max(2, len(names)):
+        return [None] * len(names)
+    import matplotlib
+
+    low, high = min(numbers), max(numbers)
+    colours = matplotlib.colormaps["viridis"]
+    return [
+        colours(0.86 * (number - low) / (high - low or 1.0)) for number in numbers
+    ]  # the lightest are hard to see on white
+
+
 def _limits(grid: torch.Tensor) -> tuple[float, float]:
     finite = grid[grid.isfinite()]
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
@@ -354,11 +372,13 @@ def _draw(
 
     colours = matplotlib.colormaps[cmap].with_extremes(bad="lightgrey")
     low, high = limits
-    image = ax.imshow(grid.numpy(), cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    options = {"cmap": colours, "vmin": low, "vmax": high, "aspect": "auto", "interpolation": "nearest"}
+    image = ax.imshow(grid.numpy(), origin="lower", **options)
     ax.spines[:].set_visible(False)
     width, height = ax.figure.get_size_inches()
-    _label(ax.xaxis, columns, width * 0.8, turned=True)
-    _label(ax.yaxis, rows, height * 0.8 / len(ax.figure.axes), turned=False)
+    place = ax.get_position()  # a share of the figure
+    _label(ax.xaxis, columns, width * place.width, turned=True)
+    _label(ax.yaxis, rows, height * place.height, turned=False)
     return image
 
 
@@ -396,8 +416,8 @@ def _escaped(label: Any) -> str:
 
 
 def show(label: Any) -> str:
-    """A readable label: a dot for a leading space, escapes for newlines and tabs, long text truncated."""
+    """A readable label: `␣` for a leading space, escapes for newlines and tabs, long text truncated."""
     text = _escaped(label)
-    text = "·" + text[1:] if text.startswith(" ") else text
+    text = "␣" + text[1:] if text.startswith(" ") else text
     text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
     return text.replace("$", r"\$")  # two of them would make a formula

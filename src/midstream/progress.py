@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,6 +20,30 @@ def in_notebook() -> bool:
 def is_watched() -> bool:
     """Whether stderr is a terminal's or a notebook's."""
     return in_notebook() or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
+
+
+class NotebookLine:
+    """A line of text in a notebook. Each write replaces it, so that the notebook is stored with the last text alone. A file for tqdm."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def write(self, text: str) -> None:
+        """Show `text`. Blank text changes nothing."""
+        if not (text := text.strip()):
+            return
+        data = {"text/plain": text}
+        if self._shown is None:
+            from IPython.display import display
+
+            self._shown = display(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
+
+    def flush(self) -> None:
+        """Does nothing: `write` has shown the text."""
 
 
 class Bar:
@@ -41,10 +64,10 @@ class Bar:
 
     def __enter__(self) -> Self:
         if self._is_shown:
-            with warnings.catch_warnings():  # a notebook without ipywidgets gets a bar of text
-                warnings.simplefilter("ignore")
-                from tqdm.auto import tqdm
-            self._bar = tqdm(total=self._total, unit=self._unit, delay=self._delay)
+            from tqdm import tqdm
+
+            file = NotebookLine() if in_notebook() else None
+            self._bar = tqdm(total=self._total, unit=self._unit, delay=self._delay, file=file)
         return self
 
     def update(self, count: int = 1, amounts: Mapping[str, float] = MappingProxyType({})) -> None:

@@ -5,6 +5,9 @@
     (output,) = model.generate(prompt, plan=plan)
     output.scores["features"], output.scores.indices["features"]   # activations and features, [tokens, 32]
 
+A value that an SAE normalizes first is `h = scale(h) * n(h) + shift(h)`. The encoder reads n(h), and the decoder writes n(h). So one more
+unit of a feature's activation changes the value by `scale(h) * direction`, and every edit here does the same.
+
 Legend: R rows, H the site's width, S the features, C the chosen ones.
 """
 
@@ -16,11 +19,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from midstream import sae_files
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.building import StepWriter
@@ -30,31 +33,19 @@ from midstream.plan.probes import MAX_CLASSES, Probe
 from midstream.plan.program import HELD_BYTES
 from midstream.plan.running import run, unpacked
 from midstream.plan.steps import INPUT, Constant, DType, Ref
-from midstream.sites import hook_of, point_of_hook
 
 METHODS = ("capture", "steer", "clamp", "ablate")
-ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
-_NORMS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm", "covariance_whitening")
 _LN_EPS = 1e-5
 _WRITTEN = "midstream-sae"  # the key of a file's metadata
 MOST_TOP = 32
-_SHAPES = {
-    "W_enc": "HS", "W_dec": "SH", "b_dec": "H", "b_enc": "S", "threshold": "S", "b_gate": "S", "b_mag": "S", "r_mag": "S",
-}  # fmt: skip
-_NEEDED = {
-    "standard": ("b_enc",),
-    "jumprelu": ("b_enc", "threshold"),
-    "topk": ("b_enc",),
-    "gated": ("b_gate", "b_mag", "r_mag"),
-}
 
 
 class _Normed(NamedTuple):
-    """A value as the encoder sees it.
+    """A value as the encoder reads it: `h = scale * value + shift`.
 
     Attributes:
         value: `[R, H]`.
-        scale, shift: what makes the decoder's output comparable with the site's value again: `scale * out + shift`; None for 1 and 0.
+        scale, shift: `[R, 1]`; None for 1 and 0.
     """
 
     value: Ref
@@ -65,7 +56,7 @@ class _Normed(NamedTuple):
 class SAE:
     """A sparse autoencoder of a site's value, in float32. It computes the same activations as `sae_lens.SAE.encode` of SAELens 6, for the
     architectures standard, gated (Rajamanoharan et al. 2024, arXiv:2404.16014), jump-ReLU (arXiv:2407.14435) and top-k (Gao et al. 2024,
-    arXiv:2406.04093).
+    arXiv:2406.04093), and for inputs that are normalized by `layer_norm` or `constant_norm_rescale`.
 
     Its methods return interventions for plans. An engine of `midstream.VLLM` holds the large matrices once, within its `weight_bytes`,
     whatever the number of requests.
@@ -78,8 +69,8 @@ class SAE:
         site, layer: of the value; None takes them from the `hook_name`, such as `blocks.20.hook_resid_post`.
 
     Raises:
-        PlanError: the architecture or the normalization is not known; a weight is missing, not finite or of another shape; the hook's name
-            does not say the site and the layer.
+        PlanError: the architecture or the normalization is not known, or the normalization uses numbers that are not among the weights
+            (see `load`); a weight is missing, not finite or of another shape; the hook's name does not say the site and the layer.
     """
 
     def __init__(
@@ -90,29 +81,18 @@ class SAE:
         site: str | None = None,
         layer: int | None = None,
     ) -> None:
-        self.architecture = fields.one_of("SAE.architecture", config.get("architecture"), ARCHITECTURES)
+        self.architecture = sae_files.architecture(config)
         self.width = fields.integer("SAE.d_in", config.get("d_in"), 1)
         self.features = fields.integer("SAE.d_sae", config.get("d_sae"), 1)
-        self._norm = fields.one_of("SAE.normalize_activations", config.get("normalize_activations", "none"), _NORMS)
+        self._norm = sae_files.normalization(config.get("normalize_activations", "none"))
         self._subtracts = fields.flag("SAE.apply_b_dec_to_input", config.get("apply_b_dec_to_input", True))
         self._k = _within("SAE.k", config.get("k"), 1, self.features) if self.architecture == "topk" else 0
         metadata = config.get("metadata") or {}
         hook = (metadata.get("hook_name") if isinstance(metadata, Mapping) else None) or ""
         if not isinstance(hook, str):
             raise fields.refuse("SAE.metadata", fields.shown(metadata), "a dict with a hook_name")
-        self.site, self.layer = _place(hook, site, layer)
-        self._weights: dict[str, torch.Tensor] = {}
-        for name in ("W_enc", "W_dec", "b_dec", *_NEEDED[self.architecture]):
-            if not isinstance(weights.get(name), torch.Tensor):
-                given = fields.shown(weights[name]) if name in weights else "missing"
-                raise fields.refuse(f"SAE.{name}", given, f"a tensor of {_SHAPES[name]}")
-            shape = [{"H": self.width, "S": self.features}[axis] for axis in _SHAPES[name]]
-            if list(weights[name].shape) != shape:
-                raise fields.refuse(f"SAE.{name}", f"of shape {list(weights[name].shape)}", str(shape))
-            self._weights[name] = weights[name].detach().float().cpu().clone(memory_format=torch.contiguous_format)
-        for name, weight in self._weights.items():
-            if not bool(torch.isfinite(weight).all()):
-                raise fields.refuse(f"SAE.{name}", "not finite", "finite numbers")
+        self.site, self.layer = sae_files.place(hook, site, layer)
+        self._weights = sae_files.checked(self.architecture, self.width, self.features, weights)
         self._rescales = self.architecture == "topk" and fields.flag(
             "SAE.rescale_acts_by_decoder_norm", config.get("rescale_acts_by_decoder_norm", False)
         )
@@ -130,21 +110,23 @@ class SAE:
     def load(cls, path: str | os.PathLike[str], *, site: str | None = None, layer: int | None = None) -> SAE:
         """The SAE in a directory that SAELens has written: `cfg.json` and `sae_weights.safetensors`.
 
+        A checkpoint of SAELens's trainer may normalize its inputs by fixed numbers: a factor (`expected_average_only_in`) in
+        `activation_scaler.json`, or a mean and matrices (`covariance_whitening`; arXiv:2511.13981) in `activation_whitening.safetensors`.
+        They become part of the weights, as in the SAE that SAELens saves at the end of the training.
+
         Args:
             site, layer: as in the constructor.
 
         Raises:
-            PlanError: as the class does; or the files cannot be read.
+            PlanError: as the class does; or the files cannot be read; or those of the normalization are missing or of another shape.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            config = json.loads((Path(path) / "cfg.json").read_text())
-            weights = load_file(Path(path) / "sae_weights.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
-            raise PlanError(f"{os.fspath(path)!r} has no SAE of SAELens's: {error}.") from error
-        return cls(config, weights, site=site, layer=layer)
+        config, weights, norm = sae_files.read(path)
+        sae = cls(config, weights, site=site, layer=layer)
+        if norm is not None:
+            sae_files.fold(norm, sae._weights, sae._subtracts, sae._rescales)
+            if sae._rescales and isinstance(norm, sae_files.Whitening):
+                sae._rescales = sae._config["rescale_acts_by_decoder_norm"] = False
+        return sae
 
     @classmethod
     def of(cls, sae: Any, *, site: str | None = None, layer: int | None = None) -> SAE:
@@ -209,7 +191,9 @@ class SAE:
     # ------------------------------------------------------------------------------------------------------ interventions
 
     def direction(self, feature: int) -> torch.Tensor:
-        """What one unit of a feature's activation adds to the value, `[hidden]`; to the normalized value, if the SAE normalizes values."""
+        """The vector that one unit of a feature's activation adds to the value, `[hidden]`. If the SAE normalizes its inputs, the vector is
+        added to the normalized value: multiply it by the scale(h) of `steer`.
+        """
         return self._directions[self._checked("direction", feature)].clone()
 
     def capture(
@@ -250,14 +234,33 @@ class SAE:
             program = writer.program(values, indices, keeps=True)
         return Probe(self.site, layer=self.layer, program=program, name=name, positions=positions, **options)
 
-    def steer(self, feature: int, scale: float, **options: Any) -> Steer:
-        """Add a feature's direction: `h += scale * direction(feature)`. Raises PlanError for a feature that the SAE does not have.
+    def steer(self, feature: int, scale: float, **options: Any) -> Steer | Apply:
+        """Change the value as the decoder does for `scale` more units of a feature's activation: `h += scale * direction(feature)`.
+
+        If the SAE normalizes its inputs, `h += scale * scale(h) * direction(feature)`: scale(h) is `||h|| / sqrt(hidden)` for
+        `constant_norm_rescale`, and the standard deviation of h for `layer_norm`. The encoder then reads about the same rise as without a
+        normalization, `scale * (W_enc[:, feature] @ direction(feature))`. That is `scale` if the two vectors are one unit vector. It reads
+        less if the change is as long as h itself, because the change is normalized, too.
 
         Args:
-            scale: in units of the feature's activation.
-            options: `phase`, `positions` and `norm_match`, as in `Steer`.
+            scale: in units of the feature's activation, as the encoder computes it.
+            options: `phase`, `positions` and `norm_match`, as in `Steer`. With `norm_match`, `scale` is in units of the length of h.
+
+        Returns:
+            A `Steer`; an `Apply` if the SAE normalizes its inputs, unless `norm_match` is set.
+
+        Raises:
+            PlanError: a feature that the SAE does not have; a field that `Steer` or `Apply` refuses.
         """
-        return Steer(self.site, layers=self.layer, vector=self.direction(feature), scale=scale, **options)
+        direction_H = self.direction(feature)
+        if self._norm == "none" or options.get("norm_match"):
+            return Steer(self.site, layers=self.layer, vector=direction_H, scale=scale, **options)
+        options.pop("norm_match", None)
+        writer = StepWriter(self.width, "float32")
+        change_H = writer.constant(fields.number("SAE.steer: scale", scale) * direction_H)
+        _, length, _ = self._scaled(writer)
+        program = writer.program(writer.step("add.Tensor", INPUT, writer.step("mul.Tensor", length, change_H)))
+        return Apply(self.site, layers=self.layer, program=program, **options)
 
     def clamp(
         self,
@@ -269,18 +272,19 @@ class SAE:
         phase: str = "both",
         positions: Any = None,
     ) -> Apply:
-        """Keep the activations of features within bounds. With the error term, a value whose activations are already within bounds stays as
-        it is.
+        """Keep the activations of features within bounds: change the value as the decoder does when the activations change to the bounds.
+        With the error term, a value whose activations are already within bounds stays as it is.
 
         Args:
             feature: one, or up to 64.
             low, high: bounds of the activation; None for no bound.
-            error_term: whether the value keeps what the SAE does not reconstruct: `h += (clip(a) - a) * direction`. Without it, the value
-                becomes the reconstruction from the clamped activations.
+            error_term: whether the value keeps what the SAE does not reconstruct: `h += (clip(a) - a) * scale(h) * direction`, with the
+                scale(h) of `steer`. Without it, the value becomes the reconstruction from the clamped activations.
             phase, positions: as in `Steer`.
 
         Raises:
-            PlanError: a feature that the SAE does not have; no bound; low is above high; a field that `Apply` refuses.
+            PlanError: a feature that the SAE does not have; no bound; low is above high; low is above every activation that the feature can
+                have on normalized inputs; a field that `Apply` refuses.
         """
         chosen = self._chosen("clamp", feature)
         bounds = [
@@ -290,6 +294,8 @@ class SAE:
         ]
         if not bounds or bounds != sorted(bounds):
             raise fields.refuse("SAE.clamp", f"low={low} and high={high}", "one bound, or low <= high")
+        if low is not None:
+            self._check_reached(chosen, low)
         writer = StepWriter(self.width, "float32")
         normed = self._normed(writer)
         if error_term:
@@ -325,18 +331,47 @@ class SAE:
 
     # ------------------------------------------------------------------------------------------------------ their programs
 
-    def _normed(self, writer: StepWriter) -> _Normed:
-        step, x = writer.step, INPUT
+    def _scaled(self, writer: StepWriter) -> _Normed:
+        """The value without its shift, its scale and its shift, if the SAE normalizes its inputs."""
+        step = writer.step
         if self._norm == "constant_norm_rescale":
-            norm = step("linalg_vector_norm.default", x, 2, (1,), True)
-            scale = step("div.Tensor", norm, math.sqrt(self.width))
-            return _Normed(step("div.Tensor", x, scale), scale)
+            norm = step("linalg_vector_norm.default", INPUT, 2, (1,), True)
+            return _Normed(INPUT, step("div.Tensor", norm, math.sqrt(self.width)))
+        mean = step("mean.dim", INPUT, (1,), True)
+        x = step("sub.Tensor", INPUT, mean)
+        return _Normed(x, step("std.correction", x, (1,), correction=1, keepdim=True), mean)
+
+    def _normed(self, writer: StepWriter) -> _Normed:
+        if self._norm == "none":
+            return _Normed(INPUT)
+        x, scale, shift = self._scaled(writer)
+        divisor = writer.step("add.Tensor", scale, _LN_EPS) if self._norm == "layer_norm" else scale
+        return _Normed(writer.step("div.Tensor", x, divisor), scale, shift)
+
+    def _check_reached(self, chosen: Sequence[int], low: float) -> None:
+        """Raise PlanError if no normalized input gives one of the features an activation of `low`.
+
+        The inputs lie on a sphere, so a feature has a highest pre-activation: at the encoder's own direction.
+        """
+        if self._norm == "none":
+            return
+        columns_HC, radius = self._weights["W_enc"][:, chosen], math.sqrt(self.width)
+        bias_C = -(self._weights["b_dec"] @ columns_HC) if self._subtracts else torch.zeros(len(chosen))
         if self._norm == "layer_norm":
-            mean = step("mean.dim", x, (1,), True)
-            x = step("sub.Tensor", x, mean)
-            std = step("std.correction", x, (1,), correction=1, keepdim=True)
-            return _Normed(step("div.Tensor", x, step("add.Tensor", std, _LN_EPS)), std, mean)
-        return _Normed(x)  # SAELens folds other normalizations into the weights when it saves them
+            columns_HC, radius = columns_HC - columns_HC.mean(0), math.sqrt(self.width - 1)
+        most_C = radius * columns_HC.norm(dim=0) + bias_C
+        if self.architecture == "gated":
+            most_C = most_C * self._tensor("rates")[chosen] + self._weights["b_mag"][chosen]
+        else:
+            most_C = most_C + self._weights["b_enc"][chosen]
+        if self._rescales:
+            most_C = most_C * self._tensor("norms")[chosen]
+        for feature, most in zip(chosen, most_C.clamp(min=0).tolist(), strict=True):
+            if low > most:
+                allowed = f"up to {most:.4g}, the highest activation of feature {feature} on inputs that {self._norm} normalizes"
+                raise fields.refuse(
+                    "SAE.clamp: low", f"{low:g}", f"{allowed}; SAE.steer adds any multiple of its direction"
+                )
 
     def _activations(self, writer: StepWriter, normed: _Normed, chosen: list[int] | None) -> Ref:
         """The activations of the chosen features, or of all: `[R, C]`."""
@@ -427,18 +462,3 @@ def _within(field: str, value: Any, low: int, high: int) -> int:
     if not low <= number <= high:
         raise fields.refuse(field, str(number), f"{low} to {high}")
     return number
-
-
-def _place(hook: str, site: str | None, layer: int | None) -> tuple[str, int]:
-    """The site and the layer, those of a hook's name where they are not given."""
-    if site is None:
-        point = point_of_hook(hook)
-        site = point[0] if point is not None else None
-        if site is None:
-            raise fields.refuse(
-                "SAE.site", f"not given, and the hook's name is {fields.shown(hook)}", "site= and layer="
-            )
-    layer = hook_of(hook)[1] if layer is None else layer
-    if layer is None:
-        raise fields.refuse("SAE.layer", f"not given, and the hook's name is {fields.shown(hook)}", "layer=")
-    return fields.site("SAE.site", site), fields.integer("SAE.layer", layer)

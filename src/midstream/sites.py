@@ -118,9 +118,15 @@ Point = tuple[str, int]  # (site, layer)
 Key = tuple[str, ...]
 
 
+def module_name(path: str) -> str:
+    """The module as a user writes it: `model.model.layers[3].mlp` for `model.layers.3.mlp`."""
+    return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in f"model.{path}".split(".") if part)[1:]
+
+
 def point_name(key: Key) -> str:
-    """The point as a user would write it: `model.layers.3.output`."""
-    return ".".join(part for part in key if part)
+    """The point as a user writes it: `model.model.layers[3].output`; `model.logits`."""
+    path, *rest = key
+    return ".".join([module_name(path), *rest])
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,10 @@ class Binding:
     heads: tuple[int, int] | None = None
     scale: float = 1.0
     in_place: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.path, self.kind
 
     def read(self, leaf: Callable[[Ref], torch.Tensor | None]) -> torch.Tensor:
         """The site's value. `leaf` looks up a leaf; the result may share its memory."""

@@ -28,6 +28,7 @@ from midstream.plots import (  # noqa: E402
     plot_lines,
     plot_logit_lens,
     plot_token_scores,
+    show,
 )
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -51,9 +52,9 @@ def test_heatmap_draws_the_values() -> None:
     values = torch.arange(6.0).reshape(2, 3)
     ax = plot_heatmap(values, ["The", " city", " of"], [0, 1], title="t", xlabel="token", label="logit")
     assert torch.equal(drawn_values(ax).float(), values)
-    assert (ticks(ax.xaxis), ticks(ax.yaxis)) == (["The", "·city", "·of"], ["0", "1"])
+    assert (ticks(ax.xaxis), ticks(ax.yaxis)) == (["The", "␣city", "␣of"], ["0", "1"])
     assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("t", "token", "layer")
-    assert ax.yaxis_inverted()  # the first row at the top
+    assert not ax.yaxis_inverted()  # the first row at the bottom
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,36 @@ def test_lines_draw_the_curves(tmp_path: Path) -> None:
     assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("t", "scale", "p")
     assert plot_lines(range(2), [3, 4], path=tmp_path / "lines.png").get_legend() is None
     assert (tmp_path / "lines.png").stat().st_size > 1000
+
+
+def luminance(line: Any) -> float:
+    return float(torch.tensor(matplotlib.colors.to_rgb(line.get_color())) @ torch.tensor([0.2126, 0.7152, 0.0722]))
+
+
+@pytest.mark.parametrize("names", [[6, 0, 3], ["layer 6", "layer 0", "layer 3"]])
+def test_lines_of_layers_have_colours_in_the_layers_order(names: list[Any]) -> None:
+    last, first, middle = plot_lines(range(2), {name: [0, 1] for name in names}).lines
+    assert luminance(first) < luminance(middle) < luminance(last) < 0.8  # visible on white
+
+
+def test_lines_of_other_things_have_colours_without_an_order() -> None:
+    lines = plot_lines(range(2), {"film": [0, 1], "layer 3": [1, 2]}).lines
+    colours = [matplotlib.colors.to_hex(line.get_color()) for line in lines]
+    assert colours == [matplotlib.colors.to_hex(each) for each in ("C0", "C1")]
+
+
+@pytest.mark.parametrize("count", [1, 3, 32])
+def test_the_legend_is_beside_the_lines(tmp_path: Path, count: int) -> None:
+    ax = plot_lines(range(3), {f"layer {each}": [1, 0, 1] for each in range(count)})
+    ax.figure.canvas.draw()
+    legend, plot, figure = (each.get_window_extent() for each in (ax.get_legend(), ax, ax.figure))
+    assert legend.x0 >= plot.x1 and legend.x1 <= figure.x1 + 1 and legend.y1 - legend.y0 <= figure.y1
+    assert plot.width > figure.width / 3
+
+
+def test_the_mark_of_a_space_is_a_letter_of_the_font() -> None:
+    font = matplotlib.font_manager.get_font(matplotlib.font_manager.findfont("DejaVu Sans"))
+    assert font.get_char_index(ord(show(" of")[0]))
 
 
 @pytest.mark.parametrize("y", [[1.0, 2.0], {"a": [1.0, 2.0, 3.0, 4.0]}, [[1.0, 2.0, 3.0]], []])
@@ -129,11 +160,35 @@ def test_sweep_draws_layers_upwards_and_closes_a_figure_that_it_writes(hf: Any, 
     result = hf.sweep(*pair, layers=[0, 5, 7], positions=[" Italy", -1], progress=False)
     ax = result.plot(recovered=True, path=tmp_path / "sweep.png")
     assert not pyplot.get_fignums() and (tmp_path / "sweep.png").stat().st_size > 1000
-    assert (ticks(ax.xaxis), ticks(ax.yaxis)) == (["·Italy", "·is"], ["7", "5", "0"])
-    recovered = torch.tensor(result.recovered["resid_post"]).flip(0).float()
+    assert (ticks(ax.xaxis), ticks(ax.yaxis)) == (["␣Italy", "␣is"], ["0", "5", "7"]) and not ax.yaxis_inverted()
+    recovered = torch.tensor(result.recovered["resid_post"]).float()
     assert torch.equal(drawn_values(ax).float(), recovered)
     low, high = ax.images[0].get_clim()
     assert -low == high == pytest.approx(1.0, abs=1e-3)  # the same colours in every figure of recovered
+
+
+def test_sweep_draws_the_metric_or_its_effects_and_says_which(hf: Any) -> None:
+    pair = ("The capital of France is", "The capital of Italy is", " Paris", " Rome")
+    options = {"layers": [5, 6], "heads": [0, 3], "progress": False}
+    direct = hf.path_patching(*pair, **options)
+    drawn = {name: direct.plot(**{name: True} if name else {}) for name in ("", "effects", "recovered")}
+    labels = {name: ax.figure.axes[1].get_ylabel() for name, ax in drawn.items()}
+    assert labels == {
+        "": "logit difference after the patch",
+        "effects": "effect: share of the way from clean to corrupt",
+        "recovered": "recovered (0: corrupt, 1: clean)",
+    }
+    expected = {"": direct.values, "effects": direct.effects, "recovered": direct.recovered}
+    for name, ax in drawn.items():
+        torch.testing.assert_close(drawn_values(ax), torch.tensor(expected[name]["attn_z"][..., 0]), check_dtype=False)
+    at_is = hf.path_patching(*pair, positions=[-1], **options).plot(ax=pyplot.subplots()[1])
+    assert at_is.get_xlabel() == "head, patched at ␣is"
+    low, high = drawn["effects"].images[0].get_clim()
+    assert -low == high == pytest.approx(1.0, abs=1e-3)
+    zeros = hf.sweep(pair[0], None, *pair[2:], source="zeros", layers=[5], positions=[-1], progress=False)
+    assert zeros.plot(effects=True).figure.axes[1].get_ylabel() == "effect: change of the logit difference"
+    with pytest.raises(MidstreamError, match="has one of them"):
+        direct.plot(effects=True, recovered=True)
 
 
 def lens_of(tokens: int, layers: int = 2) -> LogitLens:
@@ -147,18 +202,18 @@ def lens_of(tokens: int, layers: int = 2) -> LogitLens:
 def test_lens_has_layers_upwards_and_tokens_in_the_cells() -> None:
     lens = lens_of(3)
     (ax,) = plot_logit_lens(lens)
-    assert ticks(ax.yaxis) == ["1", "0"]
-    assert torch.equal(drawn_values(ax).float(), lens.probs_LT.flip(0))
+    assert ticks(ax.yaxis) == ["0", "1"] and not ax.yaxis_inverted()
+    assert torch.equal(drawn_values(ax).float(), lens.probs_LT)
     written = {text.get_position(): text.get_text() for text in ax.texts}
-    assert written[0, 0] == "1.0"
-    assert written[2, 1] == "0.2"
+    assert written[0, 1] == "1.0"
+    assert written[2, 0] == "0.2"
 
 
 def test_lens_of_a_long_prompt_takes_several_rows() -> None:
     lens = lens_of(30)
     bands = plot_logit_lens(lens, wrap=12)
     assert [ax.get_xlabel() or len(ax.texts) for ax in bands] == [24, 24, 12]
-    assert [tick for ax in bands for tick in ticks(ax.xaxis)] == [f"·t{i}" for i in range(30)]
+    assert [tick for ax in bands for tick in ticks(ax.xaxis)] == [f"␣t{i}" for i in range(30)]
     assert len({ax.get_xlim() for ax in bands}) == 1  # cells of one width
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 from adapters import LAYER
 from engines import ENGINE, RANKS, alive, timed
 from forked import forked
+from safetensors.torch import load_file, save_file
 
 from midstream import VLLM, Capture, Patch, Plan, Steer, open_captures
 from midstream.commands import collect as collect_command
@@ -376,6 +380,105 @@ def test_wrong_adapters_are_refused_before_anything_runs(adapted, requests, path
         adapted.record(FRANCE, ["resid_post"], max_tokens=1)
     assert adapted.generate(FRANCE, max_tokens=1)
     assert not alive(adapted)
+
+
+def moved(module: str) -> str:
+    """A module's name in a layer that the model does not have."""
+    return re.sub(r"layers\.(\d+)", lambda found: f"layers.{40 + int(found[1])}", module)
+
+
+OTHER_NAMES: dict[str, Callable[[str], str]] = {
+    "compiled": lambda module: f"_orig_mod.{module}",
+    "wrapped": lambda module: f"model.{module}",
+    "multimodal": lambda module: module.replace("model.", "language_model.model."),
+    "larger": moved,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_an_adapter_that_fits_no_module_is_refused_with_its_names(adapted, base, kind):
+    """vLLM runs the base model in its place. Every call is refused, and the next one with a right adapter runs."""
+    from vllm.lora.request import LoRARequest
+
+    named = OTHER_NAMES[kind]
+    path = adapters.write(base, base.parent / kind, 5, named=named)
+    asked = LoRARequest(kind, 20 + [*OTHER_NAMES].index(kind), str(path))
+    name = re.escape(repr(named("model.layers.0.mlp.down_proj")))
+    message = rf"'{kind}' fits none of the model's modules.*The model has no {name}, .* and \d+ more; it has '.*', for"
+    for call in (
+        lambda: adapted.generate(FRANCE, lora_request=asked, max_tokens=1),
+        lambda: adapted.generate(FRANCE, plan=Capture("resid_post"), lora_request=asked, max_tokens=1),
+        lambda: adapted.run(in_the_forward, FRANCE, lora_request=asked),
+        lambda: adapted.record(FRANCE, ["resid_post"], lora_request=asked),
+    ):
+        with pytest.raises(ParameterError, match=message) as raised:
+            call()
+        assert raised.value.field == "lora_request"
+    assert not alive(adapted)
+
+
+@pytest.mark.parametrize(
+    ("module", "which", "message"),
+    [
+        ("mlp.down_proj", "A", "'model.layers.1.mlp.down_proj' has 191 inputs, and the model's has 192"),
+        ("self_attn.k_proj", "B", r"'model.layers.1.self_attn.k_proj' has \d+ outputs"),
+        ("mlp.up_proj", "B", r"'model.layers.1.mlp.up_proj' has 191 outputs, and the model's has 192"),
+    ],
+)
+def test_an_adapter_of_a_smaller_model_is_refused(adapted, base, paths, tmp_path, module, which, message):
+    """vLLM copies its matrices into a corner of those of the layer."""
+    from vllm.lora.request import LoRARequest
+
+    path = tmp_path / "small"
+    shutil.copytree(paths["red"], path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    name = f"base_model.model.model.layers.1.{module}.lora_{which}.weight"
+    tensors[name] = (tensors[name][:, :-1] if which == "A" else tensors[name][:-1]).contiguous()
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(ParameterError, match=f"'small' is for a model of another size: its {message}"):
+        adapted.generate(FRANCE, lora_request=LoRARequest("small", 40, str(path)), max_tokens=1)
+
+
+def test_an_adapter_that_fits_in_part_warns_with_the_names_and_the_rest_acts(adapted, base, merged):
+    from vllm.lora.request import LoRARequest
+
+    def named(module: str, other: Callable[[str], str | None]) -> str | None:
+        return other(module) if ".layers.0.self_attn." in module else module
+
+    path = adapters.write(base, base.parent / "part", 6, named=lambda module: named(module, moved))
+    rest = adapters.write(base, base.parent / "rest", 6, named=lambda module: named(module, lambda _: None))
+    modules = merged[None].model.config.num_hidden_layers * len(adapters.TARGETS)
+    message = rf"Of the adapter 'part', 4 of {modules} modules are not applied.*'model.layers.40.self_attn.k_proj', "
+    asked = LoRARequest("part", 30, str(path))
+    with pytest.warns(UserWarning, match=message):
+        (output,) = adapted.generate(EIFFEL, lora_request=asked, max_tokens=1, answers=[5])
+    expected = adapters.Merged(base, rest).run(EIFFEL)["logits"][-1].log_softmax(-1)
+    assert output.answers[5] == pytest.approx(float(expected[5]), abs=1e-3)
+
+
+def test_the_modules_that_an_engine_leaves_out_are_counted(base, paths):
+    from vllm.lora.request import LoRARequest
+
+    only_down = adapters.write(base, base.parent / "down", 7, ("down_proj",))
+    given = {
+        **ENGINE, **RANKS, "max_model_len": 128, "enforce_eager": True, "enable_lora": True, "max_lora_rank": 8,
+        "lora_target_modules": ["q_proj", "down_proj"],
+    }  # fmt: skip
+    with forked(), timed("adapters of two kinds of modules"):
+        model = VLLM(str(base), **given)
+    with model:
+        up = adapters.write(base, base.parent / "up", 8, ("up_proj", "gate_proj"))
+        message = r"'up' fits none.*lora_target_modules=\['\w+', '\w+'\] leaves out 'model.layers.0.mlp.gate_proj', "
+        with pytest.raises(ParameterError, match=message):
+            model.generate(FRANCE, lora_request=LoRARequest("up", 1, str(up)), max_tokens=1)
+        with pytest.warns(UserWarning, match=r"'red'.*leaves out 'model.layers.0.mlp.gate_proj'"):
+            model.generate(FRANCE, lora_request=LoRARequest("red", 2, str(paths["red"])), max_tokens=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            asked = LoRARequest("down", 3, str(only_down))
+            (output,) = model.generate(EIFFEL, lora_request=asked, max_tokens=1, answers=[5])
+    expected = adapters.Merged(base, only_down).run(EIFFEL)["logits"][-1].log_softmax(-1)
+    assert output.answers[5] == pytest.approx(float(expected[5]), abs=1e-3)
 
 
 def test_invokes_that_wait_for_each_other_have_no_more_adapters_than_a_step_takes(adapted, base, requests):

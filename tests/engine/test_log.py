@@ -15,13 +15,15 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import nbformat
 import pytest
 from forked import Program, run_script
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
+
+from midstream.errors import UnguardedScriptError
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,11 +112,29 @@ def test_an_engine_that_cannot_start_says_why_and_where_its_log_is(command: dict
     assert "Traceback" not in note and len(note.splitlines()) < 6
 
 
-def test_a_script_that_is_imported_again_by_each_process_is_told_so(command: dict[str, Any]) -> None:
-    command["env"]["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    done = subprocess.run(script("unguarded"), capture_output=True, text=True, **command)
-    _, _, note = done.stderr.partition("Engine core initialization failed")
-    assert 'call that under `if __name__ == "__main__":`' in note and "has no error" not in note, done.stderr
+START = "midstream.demo_model(), dtype='float32', max_model_len=512, enforce_eager=True, gpu_memory_utilization=0.2"
+SCRIPTS = {
+    "sync": f"midstream.VLLM({START})",
+    "async": f"async def main():\n    midstream.VLLM({START}, mode='async')\n\nimport asyncio\nasyncio.run(main())",
+    "stock": f"import vllm\nvllm.LLM({START}, **midstream.engine_arguments())",
+    "spawned by the user": "from multiprocessing import get_context\nif __name__ == '__main__':\n"
+    f"    child = get_context('spawn').Process()\n    child.start()\n    exit(child.join() or child.exitcode)\nmidstream.VLLM({START})",
+}
+
+
+@pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_that_its_processes_import_ends_with_one_line_that_says_what_to_do(
+    command: dict[str, Any], tmp_path: Path, code: str
+) -> None:
+    command["env"] |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if "import vllm" in code:
+        command["env"]["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+    (tmp_path / "script.py").write_text(f"import midstream\n\n{code}\nprint('started')\n")
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, **command)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("Triton is installed")]
+    assert lines == [str(UnguardedScriptError())] and 'under `if __name__ == "__main__":`' in lines[0]
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("midstream-", "vllm-"))]
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.matrix)])
@@ -160,18 +180,31 @@ CELLS = [
 ]
 
 
+class WatchingClient(NotebookClient):
+    """Notes each text that replaces another one."""
+
+    replaced: ClassVar[list[str]] = []
+
+    def process_message(self, msg: dict[str, Any], *args: Any) -> Any:
+        if msg["msg_type"] == "update_display_data":
+            self.replaced.append(msg["content"]["data"]["text/plain"])
+        return super().process_message(msg, *args)
+
+
 def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any], tmp_path: Path) -> None:
     command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # starts sooner
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     manager = KernelManager()
-    client = NotebookClient(notebook, km=manager, timeout=300)
+    client = WatchingClient(notebook, km=manager, timeout=300)
     with client.setup_kernel(env=command["env"], cwd=str(tmp_path)):
         for number, cell in enumerate(notebook.cells):
             client.execute_cell(cell, number)
     _, started, traced, logged, closed = (
-        "".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells
+        "".join(each["text"] if "text" in each else each["data"]["text/plain"] for each in cell.outputs)
+        for cell in notebook.cells
     )
-    assert re.search(r"Starting vLLM, [1-9]\d* s", started) and "pid=" not in started and "\n" not in started, started
+    assert re.fullmatch(r"Started vLLM in [1-9]\d* s", started), started  # of all the texts that were shown
+    assert any(re.match(r"Starting vLLM, [1-9]\d* s: \w", text) for text in client.replaced)
     assert "printed in a trace" in traced and "[5, 256]" in traced
     assert "logged after the start" in logged
     assert not closed and not list(tmp_path.glob("vllm-*"))

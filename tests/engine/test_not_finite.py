@@ -100,9 +100,9 @@ def overflow_by_doubling(model: Any) -> None:
 
 
 TRACES = [
-    (infinite_hidden, "resid_post of layer 2 (model.layers.2.output), position 0"),
-    (one_nan_in_a_module, "model.layers.3.mlp.output, position 1"),
-    (overflow_by_doubling, "mlp_out of layer 4 (model.layers.4.mlp.output), position 0"),
+    (infinite_hidden, "resid_post of layer 2 (model.layers_output[2]), position 0"),
+    (one_nan_in_a_module, "to model.model.layers[3].mlp.output, position 1"),
+    (overflow_by_doubling, "mlp_out of layer 4 (model.mlps_output[4]), position 0"),
 ]
 
 

@@ -14,6 +14,7 @@ import torch
 from engines import start
 from oracle import close, differs
 
+from midstream import Capture
 from midstream.engine import launch
 from midstream.errors import PromptError
 
@@ -175,6 +176,24 @@ def test_others_are_chunked_while_a_traced_prompt_is_never_split(chunked, plain)
         close(hidden, expected.sites["resid_post", 6])
         close(logits, expected.logits[-1:])
         differs(logits, plain.run(prompt).logits[-1:])
+
+
+def test_seeded_requests_draw_the_same_tokens_whether_their_prompts_are_split_or_not(chunked, engine, plain):
+    """vLLM's CPU build ended on the first of them: it turns the request's generator back by an offset, which generators on the CPU lack.
+
+    Beside others, without and with a plan, so that prompts are split at many places.
+    """
+    prompts = [tokens(plain, 150 + shift, shift) for shift in range(5)]
+    drawn = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True, "seed": 7}
+    plan = [Capture("resid_post", layers=4, positions="all_prompt")]
+    outputs = chunked.generate(prompts, plan=[None, plan, None, None, plan], **drawn)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [list(engine.generate(prompt, **drawn)[0].outputs[0].token_ids) for prompt in prompts]
+    assert len(set(map(tuple, found))) > 1
+    close(outputs[1].captures["resid_post", 4], plain.run(prompts[1]).sites["resid_post", 4])
+    samples = [model.generate(prompts[0], n=3, **drawn)[0].outputs for model in (chunked, engine)]
+    split, whole = ([list(sample.token_ids) for sample in each] for each in samples)
+    assert split == whole
 
 
 def test_traced_prompts_up_to_the_budget(chunked, plain):

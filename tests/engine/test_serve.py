@@ -40,8 +40,9 @@ from plain_run import Ran
 from safetensors.torch import load, save
 from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from written_programs import trusting_program
 
-from midstream import GeneratedTokens, Knockout, Probe, Remote, Span, demo_model
+from midstream import Apply, GeneratedTokens, Knockout, Plan, Probe, Remote, Span, demo_model
 from midstream import save as save_value
 from midstream.errors import PlanError, TracesNotAllowedError
 
@@ -545,6 +546,55 @@ def test_a_plan_of_remote_needs_not_carry_the_matrices_of_a_named_sae(
         model.generate(FRANCE, plan=plan, max_tokens=1)
 
 
+def test_an_uploaded_sae_of_normalized_inputs_acts_in_the_units_of_its_encoder(
+    server: Server, client: openai.OpenAI, reference: Reference, autoencoder: Autoencoder
+) -> None:
+    """M4, M6. The decoder's part is multiplied by the standard deviation of the value, from which the encoder's input is made."""
+    from midstream import SAE
+
+    weights = autoencoder.weights
+    path = "/v1/midstream/saes/emotions"
+    sae = SAE({**autoencoder.config(), "normalize_activations": "layer_norm"}, weights)
+
+    def steered(h: torch.Tensor) -> torch.Tensor:
+        return h + 20 * h.std(dim=1, keepdim=True) * weights["W_dec"][7]
+
+    def clamped(h: torch.Tensor) -> torch.Tensor:
+        std = h.std(dim=1, keepdim=True)
+        act = autoencoder.acts((h - h.mean(1, keepdim=True)) / (std + 1e-5))[:, 7, None]
+        return h + (act.clamp(min=8.0) - act) * std * weights["W_dec"][7]
+
+    status, made = server.ask("POST", path, sae.written(), key=MINE)
+    try:
+        assert status == 200, made
+        for plan, edit in (
+            (of_sae("steer", feature=7, scale=20.0), steered),
+            (of_sae("clamp", feature=7, low=8.0), clamped),
+        ):
+            text = complete(client, FRANCE, field(plan)).choices[0].text
+            assert text == reference.text(FRANCE, edit) != reference.text(FRANCE)
+        with pytest.raises(openai.BadRequestError, match=r"clamp: low is 500; allowed: up to .* layer_norm normalizes"):
+            complete(client, FRANCE, field(of_sae("clamp", feature=7, low=500)))
+    finally:
+        assert server.ask("DELETE", path, key=MINE)[0] == 200
+
+
+def test_seeded_prompts_that_fill_several_steps_draw_what_they_draw_alone(server: Server, reference: Reference) -> None:
+    """The prompts of one request are over what a step takes, so vLLM splits some. On its CPU build that ended the server."""
+    ids = reference.ids("The capital of France is Paris. The capital of Italy is Rome. ")[0].tolist()
+    prompts = [(ids[i % len(ids) :] + ids * 50)[: 480 + i] for i in range(16)]
+    assert sum(map(len, prompts)) > 2 * 2048
+    seeded = {"temperature": 1.0, "seed": 11, "max_tokens": 6}
+    status, found = server.complete(prompts, **seeded)
+    assert status == 200, found
+    together = [choice["text"] for choice in found["choices"]]
+    assert server.is_healthy()
+    for i in (0, 4, 9, 15):
+        status, found = server.complete(prompts[i], **seeded)
+        assert status == 200 and found["choices"][0]["text"] == together[i]
+    assert len(set(together)) > 4
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -554,6 +604,20 @@ def test_a_plan_of_remote_needs_not_carry_the_matrices_of_a_named_sae(
         (
             save({"a": torch.ones(2)}, {"midstream-sae": '[{"architecture": "dense"}, "resid_post", 1]'}),
             "SAE.architecture",
+        ),
+        *(
+            (
+                save(
+                    {"a": torch.ones(2)},
+                    {
+                        "midstream-sae": json.dumps(
+                            [{**Autoencoder().config(), "normalize_activations": norm}, None, None]
+                        )
+                    },
+                ),
+                f"SAE.normalize_activations is '{norm}'; allowed: 'none' or 'constant_norm_rescale' or 'layer_norm', since",
+            )
+            for norm in ("expected_average_only_in", "covariance_whitening")
         ),
     ],
 )
@@ -1139,6 +1203,20 @@ def test_an_overflow_ends_its_own_request_alone(server: Server, client: openai.O
         complete(client, FRANCE, field(huge))
     with pytest.raises(openai.APIError, match="resid_post of layer 3"):
         list(complete(client, FRANCE, field(huge, CAPTURE), stream=True))
+    assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
+
+
+def test_a_program_with_indices_that_nothing_bounds_is_refused(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    """On every way in. Seen ending the engine while the rule for gather served scatter_add, too."""
+    edit = Apply("resid_post", layers=LAYER, program=trusting_program(HIDDEN))
+    plan = json.loads(Plan.of(edit).to_json())
+    for body in ({"midstream": plan}, {"vllm_xargs": {"midstream": json.dumps(plan)}}):
+        with pytest.raises(openai.BadRequestError, match=r"gather\.default: its indices may lie outside"):
+            complete(client, FRANCE, body)
+    status, found = server.generate([20, 30, 40], extra_args={"midstream": plan})
+    assert status == 400 and "its indices may lie outside" in json.dumps(found), found
     assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
 
 

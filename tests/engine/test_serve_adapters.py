@@ -42,7 +42,8 @@ def merged(base: Path, paths: dict[str, Path]) -> dict[str | None, adapters.Merg
 def server(base: Path, paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     modules = [f"{name}={path}" for name, path in paths.items()]
     flags = ("--midstream-allow-traces", "--api-key", "key", *SIZE, "--lora-modules", *modules)
-    with serving(tmp_path_factory.mktemp("server"), *flags, stock=False, model=base) as server:
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with serving(tmp_path_factory.mktemp("server"), *flags, stock=False, model=base, **environment) as server:
         yield server
 
 
@@ -136,6 +137,26 @@ def test_runs_and_sweeps_have_their_adapter(model, merged):
     expected = merged["red"].run(other, put)["logits"][-1]
     assert float(result.values["resid_post"].item()) == pytest.approx(float(expected[5] - expected[6]), abs=1e-2)
     assert "red" in result.outline.model
+
+
+def test_an_adapter_that_fits_no_module_is_refused_when_the_server_loads_it(server, base):
+    """By vLLM's route; `--lora-modules` goes the same way at the start."""
+    for name, named in (("compiled", lambda module: f"_orig_mod.{module}"), ("right", lambda module: module)):
+        path = adapters.write(base, base.parent / name, 4, named=named)
+        given = {"lora_name": name, "lora_path": str(path)}
+        status, answer = server.post("/v1/load_lora_adapter", given, key="key")
+        if name == "right":
+            assert status == 200, answer
+        else:
+            assert status >= 400
+            assert "fits none of the model's modules" in answer["error"]["message"], answer
+            assert "'_orig_mod.model.layers.0.mlp.down_proj'" in answer["error"]["message"]
+        status, answer = server.post("/v1/completions", {"model": name, "prompt": EIFFEL, "max_tokens": 1}, key="key")
+        assert status == (200 if name == "right" else 404), answer
+    with Remote(server.url, api_key="key") as model:
+        (output,) = model.generate(EIFFEL, model="right", max_tokens=1, answers=[5])
+    expected = adapters.Merged(base, base.parent / "right").run(EIFFEL)["logits"][-1].log_softmax(-1)
+    assert output.answers[5] == pytest.approx(float(expected[5]), abs=1e-3)
 
 
 def test_an_unknown_adapter_is_not_found(server, model):

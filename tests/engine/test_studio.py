@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -224,7 +225,7 @@ def events(server: Server, **changes: Any) -> list[dict[str, Any]]:
 
 
 def value_of(label: str) -> float:
-    """The number in a cell's label, `layer 3, ·Italy: 16.642, within the noise floor`."""
+    """The number in a cell's label, `layer 3, ␣Italy: 16.642, within the noise floor`."""
     found = re.search(r": (−?[\d.]+)(, within the noise floor)?$", label)
     assert found, label
     return float(found[1].replace("−", "-"))
@@ -245,9 +246,9 @@ def test_a_sweep_from_the_empty_form_fills_the_heatmap(page: Page, server: Serve
     assert not page["clean"].get_attribute("value") and not page.all("[role=grid]")
     assert [each.get_attribute("value") for each in page.all("#site-list input:checked")] == ["resid_post"]
     page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
-    assert page.texts("#clean-tokens li") == ["The", "·capital", "·of", "·France (differs)", "·is"]
-    assert page.texts("#corrupt-tokens .changed") == ["·Italy (differs)"]
-    assert page.text("answer-note") == "·Paris is token 965"
+    assert page.texts("#clean-tokens li") == ["The", "␣capital", "␣of", "␣France (differs)", "␣is"]
+    assert page.texts("#corrupt-tokens .changed") == ["␣Italy (differs)"]
+    assert page.text("answer-note") == "␣Paris is token 965"
     for name, value in (("metric", metric), ("direction", direction)):
         page[name].find_element("css selector", f"[value={value}]").click()
     page["run"].click()
@@ -258,7 +259,7 @@ def test_a_sweep_from_the_empty_form_fills_the_heatmap(page: Page, server: Serve
     assert len(labels) == len(cells) == start["cells"] == LAYERS * 5
     for cell in cells:
         label = labels[("resid_post", *cell["index"])]
-        token = cell["token"].replace(" ", "·")
+        token = cell["token"].replace(" ", "␣")
         assert label.startswith(f"layer {cell['layers'][0]}, {token}: ")
         assert value_of(label) == pytest.approx(cell["value"], abs=2e-3)
     assert f"{start['cells']} cells" in page.text("progress")
@@ -310,7 +311,7 @@ def test_heads_are_patched_one_by_one(page: Page) -> None:
     page.wait(lambda: len(page.all("#top li")) == 20)
     found = events(page.server, sites=["attn_z"], layers=[4], heads=[1], positions="together", top=10)
     (patched,) = (each["top"] for each in found if each["event"] == "cell")
-    assert page.texts("#top section:nth-child(1) code")[0] == patched[0][0].replace(" ", "·")
+    assert page.texts("#top section:nth-child(1) code")[0] == patched[0][0].replace(" ", "␣")
     assert page.readout()["Head"] == "1"
 
 
@@ -349,9 +350,9 @@ def test_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Page) 
 
     ActionChains(page.browser).move_to_element(page.cell(2, 3)).perform()
     shown = page.readout()
-    assert (shown["Site"], shown["Layer"], shown["Token"], shown["Position"]) == ("resid_post", "2", "·Italy", "3")
+    assert (shown["Site"], shown["Layer"], shown["Token"], shown["Position"]) == ("resid_post", "2", "␣Italy", "3")
     value = page.labels()["resid_post", 2, 3].rpartition(": ")[2]
-    assert shown["logit difference"] == value and set(shown) >= {"Change", "Recovered", "log p(·Paris)"}
+    assert shown["logit difference"] == value and set(shown) >= {"Change", "Recovered", "log p(␣Paris)"}
 
 
 def test_a_click_shows_the_cells_top_tokens_beside_the_baselines(page: Page, server: Server) -> None:
@@ -363,7 +364,7 @@ def test_a_click_shows_the_cells_top_tokens_beside_the_baselines(page: Page, ser
     plain = next(each["top"] for each in found if each["event"] == "noise" and each["kind"] == "baseline")
     for number, top in ((1, patched), (2, plain)):
         tokens = page.texts(f"#top section:nth-child({number}) code")
-        assert tokens[:2] == [token.replace(" ", "·") for token, _ in top[:2]]  # those after them are almost equal
+        assert tokens[:2] == [token.replace(" ", "␣") for token, _ in top[:2]]  # those after them are almost equal
         assert len(tokens) == 10
     assert page.texts("#top h3") == ["Patched", "Unpatched corrupt"]
     share = page.texts("#top section:first-child li:first-of-type span")[0]
@@ -407,10 +408,23 @@ def test_an_answer_of_two_tokens_is_an_error_at_its_field(page: Page) -> None:
     assert not page.all("[role=grid]") and page.focused()["id"] == "answer"
     page.wait(page["answer-space"].is_displayed)
     page["answer-space"].click()
-    page.wait(lambda: page.text("answer-note") == "·terrible is token 689")
+    page.wait(lambda: page.text("answer-note") == "␣terrible is token 689")
     assert page["answer"].get_attribute("aria-invalid") is None and not page["answer-space"].is_displayed()
     page["run"].click()
     page.wait(lambda: "noise floor" in page.text("progress"))
+
+
+def test_the_foils_label_follows_the_metric(page: Page) -> None:
+    told = []
+    for metric in ("logprob", "recovered", "logit_diff"):
+        page.choose("metric", metric)
+        told.append(page.text("foil-need"))
+    assert told == ["optional", "optional", "required"]
+    page.choose("metric", "logprob")
+    page["foil"].send_keys(FOIL)
+    assert page.text("foil-need") == "optional"  # of a single pair
+    page["add"].click()
+    assert page.text("foil-need") == "required"  # all pairs have a foil, or none has
 
 
 def test_what_is_missing_is_said_at_each_field(page: Page) -> None:
@@ -456,7 +470,7 @@ def test_tokens_without_a_counterpart_are_void_with_a_reason(page: Page) -> None
 def test_what_a_user_writes_stays_text(page: Page) -> None:
     hostile = "<img src=x onerror=alert(1)><b>bold</b>"
     page.fill(clean=f"{CLEAN} {hostile}", corrupt=f"{CORRUPT} {hostile}", answer=ANSWER, foil=FOIL)
-    assert "".join(page.texts("#clean-tokens li")).replace(" (differs)", "").endswith(hostile.replace(" ", "·"))
+    assert "".join(page.texts("#clean-tokens li")).replace(" (differs)", "").endswith(hostile.replace(" ", "␣"))
     page["run"].click()
     page.wait(lambda: "noise floor" in page.text("progress"))
     assert not page.all("img, b") and page.texts("[role=columnheader]")
@@ -518,8 +532,8 @@ def test_a_sweep_over_several_pairs_agrees_with_the_python_client(
     assert_shows(page, result.values)
     assert (
         header()
-        == ["The", "·capital", "·of", "3", "·is"]
-        == [each.label.replace(" ", "·") for each in result.outline.grid.columns]
+        == ["The", "␣capital", "␣of", "3", "␣is"]
+        == [each.label.replace(" ", "␣") for each in result.outline.grid.columns]
     )
     page.cell(4, 3).click()
     shown, name = page.readout(), "recovered" if metric == "recovered" else "logit difference"
@@ -534,13 +548,13 @@ def test_a_sweep_over_several_pairs_agrees_with_the_python_client(
     assert page.text("top-note").startswith("Choose one pair") and not page.all("#top li")
 
     for pair, token in enumerate(
-        ["·France", "·Spain", "·Japan"] if direction == "noising" else ["·Italy", "·Germany", "·China"]
+        ["␣France", "␣Spain", "␣Japan"] if direction == "noising" else ["␣Italy", "␣Germany", "␣China"]
     ):
         page.show(pair)
         assert_shows(page, {site: values[pair] for site, values in result.by_pair.items()})
-        assert header() == ["The", "·capital", "·of", token, "·is"]
+        assert header() == ["The", "␣capital", "␣of", token, "␣is"]
         assert page.texts("figure:first-child .label.changed") == [token]
-    assert page.readout()["Token"] == token and "log p(·Tokyo)" in page.readout()
+    assert page.readout()["Token"] == token and "log p(␣Tokyo)" in page.readout()
     page.show("mean")
     assert_shows(page, result.values)
 
@@ -563,8 +577,8 @@ def test_a_click_runs_the_cell_of_the_shown_pair_again(page: Page, server: Serve
     page.wait(lambda: len(page.all("#top li")) == 20)
     found = events(server, **SPAIN, layers=[4], positions=[3], top=10)
     (patched,) = (each["top"] for each in found if each["event"] == "cell")
-    assert page.texts("#top section:first-child code")[:2] == [token.replace(" ", "·") for token, _ in patched[:2]]
-    assert {*page.texts("#top .answer code")} == {"·Madrid"}
+    assert page.texts("#top section:first-child code")[:2] == [token.replace(" ", "␣") for token, _ in patched[:2]]
+    assert {*page.texts("#top .answer code")} == {"␣Madrid"}
     page.show(0)  # these tokens were the other pair's
     assert not page.all("#top li, .cell.chosen")
 
@@ -583,7 +597,7 @@ def test_a_pair_without_a_counterpart_is_left_out_of_the_mean(
     assert page.readout()["Pairs"] == "1 of 2"
     page.show(1)
     assert_shows(page, {"resid_post": result.by_pair["resid_post"][1]})
-    assert page.texts(".label.unaligned") == ["·Germany"]
+    assert page.texts(".label.unaligned") == ["␣Germany"]
     rows, frame = page.exported(tmp_path), result.to_dataframe()
     assert len(rows) == len(frame)
     assert [bool(row["void"]) for row in rows] == frame["void"].notna().tolist()
@@ -669,9 +683,9 @@ def test_pairs_are_kept_in_the_tab_until_they_are_removed(page: Page) -> None:
     assert not page["pairs"].is_displayed() and page["clean"].get_attribute("value") == JAPAN["clean"]
     assert page.focused()["id"] == "add"
     page.browser.refresh()
-    page.wait(lambda: page.text("answer-note") == "·Tokyo is token 1069")
+    page.wait(lambda: page.text("answer-note") == "␣Tokyo is token 1069")
     page.start()
-    assert page.texts("[role=columnheader]")[3] == "·China" and not page["shown"].is_displayed()
+    assert page.texts("[role=columnheader]")[3] == "␣China" and not page["shown"].is_displayed()
 
 
 # ------------------------------------------------------------------------------------------------- keyboard and themes
@@ -707,9 +721,9 @@ def test_the_keyboard_alone_runs_a_sweep_and_reads_a_cell(page: Page) -> None:
     tab_to("gridcell")
     assert page.focused()["label"].startswith("layer 0, The")
     press(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_RIGHT)
-    assert page.focused()["label"].startswith("layer 2, ·capital")
+    assert page.focused()["label"].startswith("layer 2, ␣capital")
     press(Keys.END, Keys.ARROW_LEFT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # the last one stays
-    assert page.focused()["label"].startswith("layer 2, ·is")
+    assert page.focused()["label"].startswith("layer 2, ␣is")
     press(Keys.PAGE_UP, Keys.HOME, Keys.ARROW_DOWN)
     assert page.focused()["label"].startswith("layer 6, The")
     assert page.texts("#readout dd")[1:3] == ["6", "The"]
@@ -789,7 +803,12 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     assert ground() == light
 
 
-def test_the_page_fits_a_laptops_screen(page: Page) -> None:
+def test_the_page_fits_a_laptops_screen(page: Page, vectors: Path) -> None:
+    page["tab-steering"].click()
+    page["upload"].send_keys(str(vectors))
+    page.wait(lambda: page.text("upload-note") == "Added far.")
+    page.open()
+    page["tab-tracing"].click()
     page.sweep()
     for tab in ("tracing", "steering", "scores"):
         page[f"tab-{tab}"].click()
@@ -798,6 +817,10 @@ def test_the_page_fits_a_laptops_screen(page: Page) -> None:
         assert [width, height] == screen == [1280, 720]
         form = page[tab].find_element("tag name", "form")
         assert page.run("return arguments[0].scrollHeight <= arguments[0].clientHeight", form)
+        between = """const buttons = arguments[0].lastElementChild, bottom = (each) => each.getBoundingClientRect().bottom;
+            const others = [...arguments[0].querySelectorAll("*")].filter((each) => !buttons.contains(each));
+            return buttons.getBoundingClientRect().top - Math.max(...others.map(bottom))"""
+        assert 0 <= page.run(between, form) <= 16  # the buttons are at their form
 
 
 # ------------------------------------------------------------------------------------------------------------- API key
@@ -808,7 +831,10 @@ def test_the_api_key_is_asked_for_and_kept_in_the_tab_alone(page: Page) -> None:
     page.open(key="")
     page.wait(lambda: page.text("model") == "The server asks for an API key.")
     assert page.focused()["id"] == "key" and page["key"].get_attribute("type") == "password"
-    page["key"].send_keys(KEY)
+    page["key"].send_keys("wrong")
+    page.wait(lambda: page.text("model") == "This API key was refused.")
+    assert page["key"].get_attribute("aria-invalid") == "true" and page.focused()["id"] == "key"
+    page.write("key", KEY)
     page.wait(lambda: page.text("model").startswith("demo · 8 layers"))
     stored = page.run(
         "return [JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie, location.href]"
@@ -888,15 +914,18 @@ def test_steered_and_unsteered_texts_stream_side_by_side(page: Page, server: Ser
 def test_a_vector_is_made_from_two_prompts(page: Page, mode: str, tab: str, layer: tuple[str, str]) -> None:
     """It is the difference of the rows that plain HTTP captures, and both tabs list it."""
     texts = {"more": "I love this. It is", "less": "I hate this. It is"}
+    for name in page.server.ask("GET", "/v1/midstream/vectors", key=KEY)[1]["vectors"]:
+        page.server.ask("DELETE", f"/v1/midstream/vectors/{quote(name)}", key=KEY)
+    page.open()
     page[f"tab-{tab}"].click()
-    page["making"].find_element("css selector", "summary").click()
+    assert page["more"].is_displayed()  # without vectors, the form that makes one is open
     page["mode"].find_element("css selector", f"[value={mode}]").click()
     page["make"].click()
     page.wait(lambda: page.text("making-note") == "Enter two prompts and a name.")
     for name, text in {**texts, "name": f"love {mode}", **dict([layer])}.items():
         page.write(name, text)
     page["make"].click()
-    page.wait(lambda: page.text("making-note") == f"Made love {mode} from resid_post of layer 3.")
+    page.wait(lambda: page.text("making-note").startswith(f"Made love {mode} from resid_post of layer 3."))
     assert page["vector"].get_attribute("value") == f"love {mode}"
     assert page["score-by"].get_attribute("value") == f"vector:love {mode}"
 
@@ -910,14 +939,23 @@ def test_a_vector_is_made_from_two_prompts(page: Page, mode: str, tab: str, laye
         (entry,) = found["midstream"]["captures"]
         return np.frombuffer(base64.b64decode(entry["data"]), np.float32)
 
-    request = Request(
-        f"{page.server.url}/v1/midstream/vectors/love%20{mode}", headers={"Authorization": f"Bearer {KEY}"}
-    )
-    with urlopen(request, timeout=30) as response:
-        made = load(response.read())[f"love {mode}"]
-    np.testing.assert_allclose(made, row(texts["more"]) - row(texts["less"]), atol=1e-5)
-    assert np.abs(made).max() > 0.1
-    page.server.ask("DELETE", f"/v1/midstream/vectors/love%20{mode}", key=KEY)
+    def made(name: str) -> np.ndarray:
+        path = f"{page.server.url}/v1/midstream/vectors/{quote(name)}"
+        with urlopen(Request(path, headers={"Authorization": f"Bearer {KEY}"}), timeout=30) as response:
+            found = load(response.read())[name]
+        page.server.ask("DELETE", f"/v1/midstream/vectors/{quote(name)}", key=KEY)
+        return found
+
+    difference = row(texts["more"]) - row(texts["less"])
+    np.testing.assert_allclose(made(f"love {mode}"), difference, atol=1e-5)
+    length = float(np.linalg.norm(difference))
+    told = re.fullmatch(r".* The difference has length ([\d.]+)\.", page.text("making-note"))
+    assert told and float(told[1]) == pytest.approx(length, rel=1e-3) and length > 0.1
+    page["unit"].click()
+    page.write("name", "unit")
+    page["make"].click()
+    page.wait(lambda: page.text("making-note").startswith("Made unit "))
+    np.testing.assert_allclose(made("unit"), difference / length, atol=1e-6)
 
 
 def test_stop_ends_both_streams(page: Page, server: Server, vectors: Path) -> None:
@@ -1139,8 +1177,8 @@ def test_tokens_are_coloured_while_they_stream(page: Page, strip: Strip, vectors
     assert early[:-1] == strip.scores()[: len(early) - 1]
     choice = answer["choices"][0]
     text = choice["text"] if mode == "completion" else choice["message"]["content"]
-    assert "".join(text for text, _ in strip.tokens()) == (CLEAN + text).replace(" ", "·")
-    assert page.texts(".score.begins")[0] == strip.tokens()[5][0].replace("·", " ")
+    assert "".join(text for text, _ in strip.tokens()) == (CLEAN + text).replace(" ", "␣")
+    assert page.texts(".score.begins")[0] == strip.tokens()[5][0].replace("␣", " ")
     most, mean = (float(each.replace("−", "-")) for each in re.findall(r"−?[\d.]+", page.text("score-totals")))
     assert page.text("score-totals") != totals
     assert [most, mean] == pytest.approx([np.max(scores), np.mean(scores)], rel=1e-3)
@@ -1281,7 +1319,7 @@ def test_characters_that_several_tokens_share_do_not_shift_the_scores(page: Page
     labels = page.run("return [...document.querySelectorAll('.score')].map((it) => it.getAttribute('aria-label'))")
     assert labels[:2] == ["⟨E6⟩, position 0: 0", "⟨97⟩, position 1: 1.000"]
     assert labels[6:] == [
-        *("·is, position 6: 6.000", "∅, position 7: 7.000", "∅, position 8: not finite", "日, position 9: 9.000"),
+        *("␣is, position 6: 6.000", "∅, position 7: 7.000", "∅, position 8: not finite", "日, position 9: 9.000"),
         f"{hostile}, position 10: none",
     ]
     assert page.text("score-alert") == "The engine has ended." and not page.all("#score-tokens b")

@@ -2,9 +2,10 @@
 
 python tests/gpu/check_graphs.py --runner v2 --float32
 
-Two other engines give the answers: a stock one for plain requests, and an uncompiled one for plans. They run in processes of their own. The
-engine under test runs in this process, so that the graphs and PyTorch's memory can be looked at. With --float32, tokens have to be equal;
-without it, an engine that compiles rounds in other places than an uncompiled one, and most of them have to be.
+Three other engines give the answers: a stock one for plain requests, an uncompiled one for plans, and one with room for all graphs, for
+plans that change. They run in processes of their own. The engine under test runs in this process, so that the graphs and PyTorch's memory
+can be looked at. With --float32, tokens have to be equal; without it, an engine that compiles rounds in other places than an uncompiled
+one, and most of them have to be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import itertools
 import os
 import signal
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from on_gpu import engine_arguments, parsed, parser_of, run_checks
@@ -32,6 +35,7 @@ STEPS, SIZES = 16, (1, 2, 3, 8)  # tokens of a request; batches of so many plain
 LIMIT = 32 << 20  # bytes of graphs
 SEATS = 8  # requests at a time
 END_SECONDS = 120  # within which the engine and this process have to end
+CHANGES = 48  # batches of plans that differ, over and over
 Rows = list[tuple[int, float]]  # a request's tokens, each with its logprob
 
 
@@ -86,6 +90,61 @@ def arriving_and_leaving(llm: Any, width: int, planned: bool) -> list[list[int]]
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def program_plan(width: int) -> list[Any]:
+    """A program with a matrix, a gate and a captured program."""
+    import torch
+
+    from midstream import Apply, Capture, Probe, Steer, When
+
+    matrix = torch.randn(width, 24, generator=torch.Generator().manual_seed(5)) / width**0.5
+    bend = Apply("mlp_out", layers=[2, 5], program=lambda h: h + 0.5 * (h @ matrix.to(h)).tanh() @ matrix.T.to(h))
+    probe = Probe("resid_post", layer=3, weight=vector(width, 7), name="p")
+    gate = When(probe, above=0.0, then=[Steer("resid_post", layers=3, vector=vector(width, 8))])
+    return [bend, gate, Capture("mlp_out", layers=[2, 5], positions="all", when="after")]
+
+
+def changing(model: Any, number: int) -> list[list[int]]:
+    """Tokens of one to eight requests whose plans act at one to three sites, some of them by programs."""
+    from midstream import Steer
+    from midstream.settings import BUILDABLE
+
+    width, size = model.hidden_size, 1 + number * 5 % SEATS
+    sites = [each for count in (1, 2, 3) for each in itertools.combinations(BUILDABLE, count)][number * 7 % 25]
+    plans = [
+        [Steer(site, layers=[(number + i) % 7], vector=vector(width, number * 16 + i), scale=0.3) for site in sites]
+        for i in range(size)
+    ]
+    if number % 3 == 0:
+        plans[-1] += program_plan(width)
+    outputs = model.generate([PROMPT, OTHER] * size, plan=[*plans, *[None] * size], max_tokens=6 + number % 5, **GREEDY)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def spoil_freed_memory() -> int:
+    """Fill the memory that PyTorch's allocator holds as free with NaN, in every pool. Returns its bytes."""
+    import torch
+
+    torch.cuda.synchronize()
+    count = 0
+    for segment in torch.cuda.memory_snapshot():
+        at = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                there = SimpleNamespace(
+                    __cuda_array_interface__={
+                        "shape": (block["size"],),
+                        "typestr": "|u1",
+                        "data": (at, False),
+                        "version": 3,
+                    }
+                )
+                torch.as_tensor(there, device="cuda").fill_(255)
+                count += block["size"]
+            at += block["size"]
+    torch.cuda.synchronize()
+    return count
+
+
 def write_answers(part: str, path: str, engine: dict[str, Any]) -> None:
     """What the stock engine, or the uncompiled one, says."""
     import torch
@@ -100,25 +159,29 @@ def write_answers(part: str, path: str, engine: dict[str, Any]) -> None:
         width = llm.llm_engine.vllm_config.model_config.get_hidden_size()
         torch.save({"plain": plain_batches(llm), "alone": arriving_and_leaving(llm, width, planned=False)}, path)
         return
+    if part == "roomy":
+        with VLLM(demo_model(), **engine, max_num_seqs=SEATS, graph_bytes=8 << 30) as model:
+            torch.save({"changing": [changing(model, number) for number in range(CHANGES)]}, path)
+        return
     with VLLM(demo_model(), **{**engine, "enforce_eager": True}, max_num_seqs=SEATS) as model:
-        sites = {site: planned(model, site) for site in BUILDABLE}
+        sites = {site: planned(model, plan_at(site, model.hidden_size)) for site in BUILDABLE}
+        sites["programs"] = planned(model, program_plan(model.hidden_size))
         together = arriving_and_leaving(model.engine, model.hidden_size, planned=True)
         torch.save({"sites": sites, "together": together}, path)
 
 
-def planned(model: Any, site: str) -> tuple[list[list[int]], dict[int, Any]]:
+def planned(model: Any, plan: list[Any]) -> tuple[list[list[int]], dict[int, Any]]:
     """Tokens of four requests, of which the first and the third have a plan, and what the first one captures by layer."""
-    plan = plan_at(site, model.hidden_size)
     outputs = model.generate([PROMPT, OTHER] * 2, plan=[plan, None] * 2, max_tokens=STEPS, **GREEDY)
-    captured = {layer: outputs[0].captures[site, layer] for layer in (2, 3, 7)}
+    captured = {layer: rows_TH for (_, layer), rows_TH in outputs[0].captures.items()}
     return [list(output.outputs[0].token_ids) for output in outputs], captured
 
 
 class Checks:
     """The checks, each a method `check_*` on one engine, in the order of their names."""
 
-    def __init__(self, model: Any, answers: dict[str, Any], exact: bool, graphs: bool) -> None:
-        self.model, self.answers, self.exact, self.graphs = model, answers, exact, graphs
+    def __init__(self, model: Any, answers: dict[str, Any], exact: bool, graphs: bool, seconds: float) -> None:
+        self.model, self.answers, self.exact, self.graphs, self.seconds = model, answers, exact, graphs, seconds
         self.tolerance = 2e-4 if exact else 6e-2
         core = model.engine.llm_engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
@@ -231,26 +294,30 @@ class Checks:
 
     def check_c_plans_at_each_site(self) -> None:
         """As on an uncompiled engine: without graphs, then with them; nothing leaves the compiled forward; neighbours are alone."""
-        from midstream.settings import BUILDABLE
-
         before, starts = self.gauge("off_graph_steps"), {}
-        for site in BUILDABLE:
-            tokens, captured = self.answers["sites"][site]
+        for site in self.answers["sites"]:
             for turn in range(3):
                 begin = time.perf_counter()
-                found, rows_TH = planned(self.model, site)
+                self.compare(site)
                 starts[site, turn] = time.perf_counter() - begin
-                for mine, theirs in zip(found, tokens, strict=True):
-                    self.same(mine, theirs, (site, turn))
-                differs = [a != b for a, b in zip(found[0], tokens[0], strict=True)]
-                until = len(captured[3]) - STEPS + 1 + (differs.index(True) if True in differs else STEPS - 1)
-                for layer, expected in captured.items():
-                    self.close(rows_TH[layer], expected, until)
-            if self.graphs:
+            if self.graphs and site != "programs":
                 assert frozenset([site]) in {acting for acting, _, _ in self.recorded}
         assert self.gauge("off_graph_steps") == before
-        took = {site: [round(1000 * starts[site, turn]) for turn in range(3)] for site in BUILDABLE}
+        took = {site: [round(1000 * starts[site, turn]) for turn in range(3)] for site in self.answers["sites"]}
         print(f"        milliseconds by site, three times: {took}")
+
+    def compare(self, site: str) -> None:
+        """Requests with the plan of a site, or with programs, are as on the uncompiled engine."""
+        tokens, captured = self.answers["sites"][site]
+        width = self.model.hidden_size
+        found, rows_TH = planned(self.model, program_plan(width) if site == "programs" else plan_at(site, width))
+        for mine, theirs in zip(found, tokens, strict=True):
+            self.same(mine, theirs, site)
+        differs = [a != b for a, b in zip(found[0], tokens[0], strict=True)]
+        assert rows_TH.keys() == captured.keys()
+        for layer, expected in captured.items():
+            until = len(expected) - STEPS + 1 + (differs.index(True) if True in differs else STEPS - 1)
+            self.close(rows_TH[layer], expected, until)
 
     def check_d_requests_arrive_and_leave(self) -> None:
         """Recordings in the middle of live requests leave all tokens as they are, those of plain requests and of planned ones."""
@@ -315,23 +382,53 @@ class Checks:
             assert 0 < most < self.gauge("graph_recordings")
             assert free[2][1] - free[0][1] <= 32 and free[0][0] - free[2][0] <= 64
 
-    def check_g_dropped_graphs_give_their_memory_back(self) -> None:
+    def check_g_freed_memory_may_hold_anything(self) -> None:
+        """Graphs are dropped and plans unloaded; freed memory is filled with NaN and given back. Every answer stays."""
         import torch
 
-        held = self.worker._runner.graphs
-        if held is None:
+        if not self.graphs:
             return
-        self.worker._runner.prepare(self.worker._runner.watched)
-        torch.cuda.synchronize()
-        before, count = torch.cuda.memory_reserved(), self.gauge("graphs")
-        for key in list(held._recorded):
-            held._drop(key)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        after = torch.cuda.memory_reserved()
-        print(f"        {count} graphs dropped: PyTorch has reserved {(before - after) / 2**20:.1f} MiB less")
-        assert self.gauge("graphs") == 0 == self.gauge("graph_bytes") and not held._sets and after <= before
-        self.check_c_plans_at_each_site()
+        held = self.worker._runner.graphs
+        for turn, part in enumerate((1.0, 0.5, 0.0, 1.0)):
+            plain_batches(self.model.engine)  # the worker hears of the last planned requests' end
+            self.worker._runner.prepare(self.worker._runner.watched)
+            keys = list(held._recorded)
+            for key in keys[: round(part * len(keys))]:
+                held._drop(key)
+            gc.collect()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_reserved()
+            spoilt = spoil_freed_memory()
+            if turn != 2:
+                torch.cuda.empty_cache()
+            after = torch.cuda.memory_reserved()
+            print(
+                f"        {round(part * len(keys))} of {len(keys)} graphs dropped, {spoilt / 2**20:.1f} MiB filled, "
+                f"{(before - after) / 2**20:.1f} MiB given back"
+            )
+            assert part < 1.0 or (self.gauge("graphs") == 0 == self.gauge("graph_bytes") and not held._sets)
+            assert spoilt and after <= before
+            assert plain_batches(self.model.engine) == self.before, "plain requests"
+            for site in self.answers["sites"]:
+                for _ in range(3):
+                    self.compare(site)
+            for number in range(6):
+                assert changing(self.model, number) == self.answers["changing"][number] or not self.exact, number
+
+    def check_gg_plans_that_change_all_the_time(self) -> None:
+        """Graphs are dropped all the time, beside an engine that drops none; freed memory is filled with NaN meanwhile."""
+        if not self.graphs:
+            return
+        end, turns, before = time.monotonic() + self.seconds, 0, self.gauge("graph_recordings")
+        while time.monotonic() < end:
+            for number, expected in enumerate(self.answers["changing"]):
+                for mine, theirs in zip(changing(self.model, number), expected, strict=True):
+                    self.same(mine, theirs, (turns, number))
+                assert self.gauge("graph_bytes") <= LIMIT
+            spoil_freed_memory()
+            turns += 1
+        print(f"        {turns * CHANGES} batches, {self.gauge('graph_recordings') - before} recordings")
+        assert turns and self.gauge("graph_recordings") > before
 
     def check_h_a_trace_beside_a_plan(self) -> None:
         """The trace's code runs in the forward; the plan acts at another site of the same steps."""
@@ -395,8 +492,9 @@ class Checks:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--part", choices=["stock", "uncompiled"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["stock", "uncompiled", "roomy"], help=argparse.SUPPRESS)
     parser.add_argument("--answers", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=120, help="how long plans change all the time")
     arguments = parsed(parser)
     engine = engine_arguments(arguments)
     if arguments.part:
@@ -405,7 +503,7 @@ def main() -> int:
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # who cuts the run off sees where it was
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        paths = {part: str(Path(directory) / part) for part in ("stock", "uncompiled")}
+        paths = {part: str(Path(directory) / part) for part in ("stock", "uncompiled", "roomy")}
         others = [
             subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--part", part, "--answers", path])
             for part, path in paths.items()
@@ -423,7 +521,8 @@ def main() -> int:
         print(f"answers after {time.perf_counter() - begin:.0f} s", flush=True)
         model = VLLM(demo_model(), **engine, max_num_seqs=SEATS, graph_bytes=LIMIT)
         print(f"engine after {time.perf_counter() - begin:.0f} s", flush=True)
-        checks = Checks(model, answers, arguments.exact, not (arguments.eager or arguments.cpu))
+        graphs = not (arguments.eager or arguments.cpu)
+        checks = Checks(model, answers, arguments.exact, graphs, arguments.seconds)
         with model:
             failed = run_checks(checks, arguments.runner)
             print(f"checks after {time.perf_counter() - begin:.0f} s", flush=True)

@@ -42,6 +42,10 @@ def test_random_bodies_on_gpu(runner: str) -> None:
     run("bodies", "--runner", runner, "--float32")
 
 
+def test_hostile_programs_on_gpu() -> None:
+    run("hostile_programs", "--seed", "0", "--seconds", "120")
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (1, 2), (2, 2)], ids=["pp2", "tp2", "pp2tp2"])

@@ -29,6 +29,7 @@ from midstream.errors import (
     UnknownModuleError,
     UnknownSiteError,
 )
+from midstream.sites import ACCESSORS, LAYER_SITES
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -49,13 +50,18 @@ def user_error(model, tracer):
 
 
 def out_of_order(model, tracer):
-    model.layers_output[5]
+    model.layers_output[-3]
     model.layers_output[2]
 
 
 def earlier_module(model, tracer):
-    model.layers_output[5]
+    model.model.layers[5].mlp.input
     model.model.embed_tokens.output
+
+
+def probabilities_too_late(model, tracer):
+    model.attn_z[5]
+    model.attention_probabilities[5]
 
 
 def step_never_comes(model, tracer):
@@ -117,8 +123,17 @@ def unknown_source_call(model, tracer):
 
 ERRORS = [
     (user_error, (InterventionError, KeyError), "missing"),
-    (out_of_order, OutOfOrderError, r"model\.layers\.2\.output of step 0 .* model\.layers\.5\.output"),
-    (earlier_module, OutOfOrderError, r"model\.embed_tokens\.output .* model\.layers\.5\.output"),
+    (out_of_order, OutOfOrderError, r"^model\.layers_output\[2\] of step 0 .* model\.layers_output\[-3\] of step 0"),
+    (
+        earlier_module,
+        OutOfOrderError,
+        r"^model\.model\.embed_tokens\.output .* model\.model\.layers\[5\]\.mlp\.input of",
+    ),
+    (
+        probabilities_too_late,
+        OutOfOrderError,
+        r"^model\.attention_probabilities\[5\] of .* after model\.attn_z\[5\] of",
+    ),
     (step_never_comes, NeverReachedError, "step 5 was never reached"),
     (unknown_module, UnknownModuleError, "no layerz; did you mean layers"),
     (unknown_child, UnknownModuleError, "down_projection; did you mean down_proj"),
@@ -129,7 +144,7 @@ ERRORS = [
     (layer_out_of_range, UnknownSiteError, r"99"),
     (wrong_shape, ShapeError, r"\[5, 256\].*\[3, 7\]"),
     (not_a_tensor, ShapeError, r"\[5, 256\].*str"),
-    (wrong_shape_of_a_module, ShapeError, r"model\.layers\.2\.mlp\.output is .*5, 256\].*\[3, 7\]"),
+    (wrong_shape_of_a_module, ShapeError, r"model\.model\.layers\[2\]\.mlp\.output is .*5, 256\].*\[3, 7\]"),
     (write_to_a_module, UnknownModuleError, "write to its .output"),
     (steer_out_of_range, UnknownSiteError, r"\[12\] are out of range; the model has 8"),
     (unknown_source_call, UnknownModuleError, "self_up_projection_0; did you mean self_up_proj_0|no call"),
@@ -182,6 +197,30 @@ def test_an_error_ends_its_own_invoke_and_nothing_else(model, plain, bad, error,
     close(early, plain.run(PARIS).sites["resid_post", 1])  # A3: what was saved before the error is kept
     assert torch.equal(caught.value.saves["early"], early)
     check_clean_trace(model, plain)
+
+
+PER_LAYER = [*ACCESSORS, *LAYER_SITES, "attention_probabilities"]
+PER_LAYER = [name for name in PER_LAYER if name not in ("token_embeddings", "router")]  # the model has no experts
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_out_of_order_names_the_accessors_that_the_code_has_used(model, name):
+    def too_late(model):
+        model.token_embeddings
+        getattr(model, name)[5]
+        for each in (lambda: model.embed, lambda: getattr(model, name)[4]):
+            try:
+                each()
+            except OutOfOrderError as error:
+                told.append(str(error).partition(":")[0])
+        return told
+
+    told = []
+    told = model.run(too_late, PARIS, temperature=0.0)
+    assert told == [
+        f"model.embed of step 0 was asked for after model.{name}[5] of step 0",
+        f"model.{name}[4] of step 0 was asked for after model.{name}[5] of step 0",
+    ]
 
 
 def test_out_of_order_is_raised_within_a_second(model):

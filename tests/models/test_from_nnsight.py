@@ -16,6 +16,7 @@ from midstream import VLLM, Capture, Clamp, LanguageModel, Patch, Steer, demo_mo
 from midstream.errors import (
     ArchitectureError,
     NeverReachedError,
+    OutOfOrderError,
     ParameterError,
     PlanError,
     PromptError,
@@ -231,7 +232,7 @@ def test_values_inside_a_skipped_module_raise(model, what):
         model.model.layers[3].skip(_returned(model, hidden))
         return READS[what](model)
 
-    with pytest.raises(NeverReachedError, match=r"model\.layers\.3 is skipped|was running already"):
+    with pytest.raises(NeverReachedError, match=r"model\.model\.layers\[3\] is skipped|was running already"):
         model.run(body, PARIS)
 
 
@@ -921,6 +922,12 @@ def check_renamed(model, plain):
     close(words.reshape(5, -1), ran.sites["embed"])
     close(mixed.reshape(5, -1), ran.sites["attn_z", 2].flatten(-2))
     assert torch.equal(same, mixed)
+    with pytest.raises(
+        OutOfOrderError, match=r"^model\.blocks\[1\]\.mixer\.o_proj\.input of .* model\.blocks\[2\]\.ffn\.output of"
+    ):
+        with model.trace(PARIS):
+            model.blocks[2].ffn.output
+            model.blocks[1].mixer.o_proj.input
     check_cached(model, ran)
     lines = [line.strip().partition(": ")[0] for line in str(model).splitlines()]
     for shown in ("blocks = model.layers", "words = model.embed_tokens", "out = self_attn.o_proj"):

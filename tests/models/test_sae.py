@@ -139,20 +139,30 @@ def test_clamps_are_those_of_saelens(
     assert mine.clamp(one, low=0.0, high=0.0, error_term=error_term) == mine.ablate(one, error_term=error_term)
 
 
-def test_steering_adds_what_the_decoder_adds(model: Any, plain: Plain, saes: Any) -> None:
-    for kind in ("standard", "topk"):
-        theirs, mine = saes(kind)
-        unit = torch.zeros(2, FEATURES)
-        unit[0, 7] = 1.0
-        direction = (theirs.decode(unit)[0] - theirs.decode(unit)[1]).detach()
-        plan = [mine.steer(7, scale=5.0, phase="prefill"), everything(when="after")]
-        (output,) = model.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
-        close(output.captures[POINT] - plain.run(FRANCE).sites[POINT], (5.0 * direction).expand(P, -1))
+NORMED = [{}, {"normalize_activations": "layer_norm"}, {"normalize_activations": "constant_norm_rescale"}]
 
 
-def test_a_feature_under_the_condition_of_another(model: Any, plain: Plain, saes: Any) -> None:
+@pytest.mark.parametrize("kind", ["standard", "topk"])
+@pytest.mark.parametrize("options", NORMED, ids=lambda options: "".join(options.values()))
+def test_steering_adds_what_the_decoder_adds(
+    model: Any, plain: Plain, saes: Any, kind: str, options: dict[str, str]
+) -> None:
+    theirs, mine = saes(kind, **options)
+    h = plain.run(FRANCE).sites[POINT]
+    acts, raised = (theirs.encode(h).detach() for _ in range(2))
+    raised[:, 7] += 5.0
+    new = theirs.decode(raised)
+    theirs.encode(h)  # a normalization is undone by the next decode only
+    expected = (new - theirs.decode(acts)).detach()
+    plan = [mine.steer(7, scale=5.0, phase="prefill"), everything(when="after")]
+    (output,) = model.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
+    close(output.captures[POINT] - h, expected)
+
+
+@pytest.mark.parametrize("options", NORMED, ids=lambda options: "".join(options.values()))
+def test_a_feature_under_the_condition_of_another(model: Any, plain: Plain, saes: Any, options: dict[str, str]) -> None:
     """And a feature that ends the request."""
-    theirs, mine = saes("jumprelu")
+    theirs, mine = saes("jumprelu", **options)
     rows = generated_with(plain, None, 6)[1].sites[POINT]
     condition, clamp_at = active(theirs, rows)[:2]
     level = float(theirs.encode(rows)[:, clamp_at].detach().max()) + 3

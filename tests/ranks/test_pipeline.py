@@ -231,7 +231,7 @@ def test_a_tensors_method_on_a_tuple_says_to_index_first(pp2: VLLM, plain: Plain
             return output.mean(0) if os.getpid() == worker else output[0]
 
         with pytest.raises(
-            TraceError, match=rf"tuple of 2, .*index first, as in `model.layers.{layer}.output\[0\].mean`"
+            TraceError, match=rf"tuple of 2, .*index first, as in `model.model.layers\[{layer}\].output\[0\].mean`"
         ):
             pp2.run(mean, EIFFEL, **GREEDY)
     logits = pp2.run(lambda model: model.logits, EIFFEL, **GREEDY)
@@ -266,10 +266,10 @@ def test_order_is_that_of_the_whole_model(pp2: VLLM) -> None:
 
     pp2.run(lambda model: model.logits, EIFFEL, **GREEDY)
     wrongs = {
-        "layers.1.*layers.6": late_before_early,
-        "layers.1.*layers.3": early_twice,
-        "layers.4.*layers.7": late_twice,
-        "layers.6.*logits": after_logits,
+        r"layers_output\[1\].*layers_output\[6\]": late_before_early,
+        r"layers_output\[1\].*layers_output\[3\]": early_twice,
+        r"layers_output\[4\].*layers_output\[7\]": late_twice,
+        r"layers_output\[6\].*model\.logits": after_logits,
     }
     for named, wrong in wrongs.items():
         assert min(seconds(wrong, named) for _ in range(3)) < 1.0
@@ -289,7 +289,7 @@ def test_each_stage_tells_what_is_out_of_order(pp2: VLLM, plain: Plain) -> None:
                 try:
                     model.layers_output[then]
                 except OutOfOrderError as error:
-                    told[workers.index(os.getpid()), step] = f"layers.{then}." in str(error)
+                    told[workers.index(os.getpid()), step] = f"layers_output[{then}] of" in str(error)
             told["logits", step] = model.logits
         return told
 
@@ -419,7 +419,7 @@ def test_stages_have_the_layers_that_they_built(plain: Plain) -> None:
 
         changed = model.run(change, EIFFEL, **GREEDY)
         whole, norms, used = model.run(use, EIFFEL, **GREEDY)
-        with pytest.raises(OutOfOrderError, match=r"layers\.1.*layers\.2"):
+        with pytest.raises(OutOfOrderError, match=r"layers_output\[1\].*layers_output\[2\]"):
             model.run(lambda m: (m.layers_output[2], m.layers_output[1]), EIFFEL, **GREEDY)
         left = alive(model)
     assert not left, left

@@ -8,6 +8,7 @@ merged = adapters.merged(base, red)                 # on transformers: W + scale
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,28 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _PREFIX = "base_model.model."
 
 
-def write(base: Path, to: Path, seed: int, targets: tuple[str, ...] = TARGETS) -> Path:
-    """A random adapter of the linear layers called `targets`, as large as the weights that it changes."""
+def write(
+    base: Path,
+    to: Path,
+    seed: int,
+    targets: tuple[str, ...] = TARGETS,
+    named: Callable[[str], str | None] = lambda module: module,
+) -> Path:
+    """A random adapter of the linear layers called `targets`, as large as the weights that it changes.
+
+    `named`: the name that the file has for a module of the model; None leaves the module out.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in _weights(base):
         if name.rsplit(".", 2)[-2] in targets:
-            module = _PREFIX + name.removesuffix(".weight")
+            module = named(name.removesuffix(".weight"))
             out_size, in_size = weight.shape
-            tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, in_size, generator=generator) * 0.1
-            tensors[f"{module}.lora_B.weight"] = torch.randn(out_size, RANK, generator=generator) * 0.1
+            a = torch.randn(RANK, in_size, generator=generator) * 0.1
+            b = torch.randn(out_size, RANK, generator=generator) * 0.1
+            if module is not None:
+                tensors[f"{_PREFIX}{module}.lora_A.weight"] = a
+                tensors[f"{_PREFIX}{module}.lora_B.weight"] = b
     to.mkdir(parents=True, exist_ok=True)
     save_file(tensors, to / "adapter_model.safetensors")
     config = {

@@ -1,6 +1,6 @@
-"""A worker extension that makes vLLM's norms write as they do on a GPU.
+"""A worker extension that makes vLLM's norms write as they do on a GPU, and programs fail.
 
-There the fused add and norm leaves its results in the tensors that it was given, so what a module returned holds a later
+On a GPU the fused add and norm leaves its results in the tensors that it was given, so what a module returned holds a later
 value as soon as the next norm has run. The CPU build's norm returns new tensors, and would hide a save that aliases one.
 """
 
@@ -22,6 +22,18 @@ class InPlaceNorms:
             norm.plain_forward_method = plain
             norm._forward_method = in_place(plain) if on else plain
         return len(norms)
+
+    def sines_raise(self, rows: int) -> None:
+        """Have programs raise at a sine of more than so many rows."""
+        from midstream.plan import running
+        from midstream.plan.rowwise import overload
+
+        def sine(x: Any) -> Any:
+            if len(x) > rows:
+                raise ValueError("too many sines")
+            return x.sin()
+
+        running.overload = lambda name: sine if name == "sin.default" else overload(name)
 
 
 def in_place(forward: Any) -> Any:

@@ -5,7 +5,6 @@
 python log_script.py close                     an engine that is closed
 python log_script.py fail                      one that cannot start
 python log_script.py kill sync|async|unseen    one whose process is killed, during its calls or between them
-python log_script.py unguarded                 one that every process starts that imports the script
 python log_script.py here                      one in this process
 """
 
@@ -84,9 +83,7 @@ def here() -> None:
         logging.getLogger("vllm.tests").warning("logged after the start")
 
 
-if sys.argv[1:] == ["unguarded"]:
-    start()
-elif __name__ == "__main__":
+if __name__ == "__main__":
     vllms = logging.getLogger("vllm")
     for each in (vllms, *vllms.handlers):  # of a forked process, whose parent has another level
         each.setLevel("INFO")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.program import Program
-from midstream.plan.steps import Constant, Ref, Step
+from midstream.plan.steps import INPUT, Constant, DType, Ref, Step
 
 W = 6
 
@@ -24,6 +25,21 @@ def program(
     made = tuple(Step(name, args, tuple(sorted(kwargs[0].items())) if kwargs else ()) for name, args, *kwargs in steps)
     last = Ref(len(steps) - 1) if result is None else result
     return Program(width, dtype, made, last, tuple(Constant.of(each) for each in constants), inputs)
+
+
+def trusting_program(width: int) -> Program:
+    """A program whose indices lie outside of the value. Its check here takes them for bounded, as no engine does."""
+    from midstream.plan import checking, rowwise
+
+    steps: list[Any] = [
+        ("argsort.default", (INPUT, 1)),
+        ("mul.Tensor", (INPUT, 1e6)),
+        ("_to_copy.default", (Ref(1),), {"dtype": DType("int64")}),
+        ("scatter_add.default", (Ref(0), 1, Ref(0), Ref(2))),
+        ("gather.default", (INPUT, 1, Ref(3))),
+    ]
+    with mock.patch.object(rowwise, "_within", lambda *_: None), mock.patch.dict(checking._known):
+        return program(*steps, width=width)
 
 
 def redigested(programs: dict[str, Any], constants: Any) -> dict[str, Any]:

@@ -31,7 +31,9 @@ class Body:
 
 def remote(value: Any, width: int | None = None) -> tuple[StageValue, Body]:
     body = Body(value)
-    return StageValue(Origin("a", 0, 1, 0, False, "model.layers.5.output", body.fetch, width)), body
+    return StageValue(
+        Origin("a", 0, 1, 0, ("model.layers.5", "output"), "model.layers.5.output", body.fetch, width)
+    ), body
 
 
 T = torch.arange(6.0).reshape(2, 3)

@@ -146,7 +146,7 @@ def test_white_space_and_control_characters_are_visible(node: Path) -> None:
     script = """
     import { visible } from "./tokens.js";
     for (const text of [" a b", "\\n\\t", "\\r\\u0000", ""]) console.log(JSON.stringify(visible(text)));"""
-    assert evaluated(node, script) == ["·a·b", "↵⇥", "␍␀", "∅"]
+    assert evaluated(node, script) == ["␣a␣b", "↵⇥", "␍␀", "∅"]
 
 
 def test_tokens_correspond_as_in_the_sweep(node: Path) -> None:
@@ -178,6 +178,33 @@ def test_a_number_keeps_four_digits_whatever_its_size(node: Path) -> None:
     import { significant } from "./dom.js";
     for (const value of [0, 1234.5678, -12345.6, 12.345678, -0.0123456, 1e-9]) console.log(JSON.stringify(significant(value)));"""
     assert evaluated(node, script) == ["0", "1235", "−12346", "12.35", "−0.01235", "0.000000"]
+
+
+def test_a_refused_key_is_named_so(node: Path) -> None:
+    script = """
+    globalThis.document = { baseURI: "http://localhost/midstream/studio" };
+    const stored = {};
+    globalThis.sessionStorage = { getItem: (name) => stored[name] ?? null, setItem: (name, text) => { stored[name] = text; } };
+    const { ask, key } = await import("./server.js");
+    const answers = ANSWERS;
+    for (const given of ["", "some-key"]) {
+      if (given) key.set(given);
+      for (const [status, body] of answers) {
+        globalThis.fetch = async () => new Response(body, { status });
+        await ask("v1/models").catch(({ message, status, param }) => console.log(JSON.stringify([message, status, param])));
+      }
+    }"""
+    refused = "This API key was refused."
+    named = {"error": {"message": "It is another's.", "param": "name"}}
+    answers = [(401, '{"error": "Unauthorized"}'), (403, "<html>"), (403, json.dumps(named))]
+    assert evaluated(node, script.replace("ANSWERS", json.dumps(answers))) == [
+        ["The server asks for an API key.", 401, "key"],
+        ["The server answered with status 403.", 403, None],
+        ["It is another's.", 403, "name"],
+        [refused, 401, "key"],
+        [refused, 403, "key"],
+        [f"{refused} It is another's.", 403, "name"],
+    ]
 
 
 def test_layers_are_read_from_text(node: Path) -> None:

@@ -20,6 +20,9 @@ the start. The size of a graph is such a number; the driver's report would diffe
 The graphs lie in vLLM's own memory pool. They are recorded on the streams on which vLLM recorded its graphs, since PyTorch reuses memory of
 a pool on the same stream only. Graphs are replayed one after another, so all of them share the memory for activations. A graph takes only
 the memory that the driver keeps for it, which is free again as soon as the graph is dropped.
+
+All graphs of a stream also share the workspace in which cuBLAS keeps intermediate results. PyTorch frees it when any of them is dropped,
+though the others still write to it: see `keep_workspace`.
 """
 
 from __future__ import annotations
@@ -357,6 +360,8 @@ class SetOfGraphs:
         """Forget some of the graphs, which gives the driver its memory back."""
         for owner, descriptor in held:
             del self._graphs[owner][descriptor]
+        if _CaptureAtStart.given is not None:
+            keep_workspace(_CaptureAtStart.given)
 
 
 class ActingGraphs:
@@ -557,6 +562,25 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def _workspaces() -> Any:
+    """The pool of the workspaces of graphs. It lives as long as the process, and nothing else is allocated from it."""
+    return torch.cuda.MemPool()
+
+
+def keep_workspace(stream: torch.cuda.Stream) -> None:
+    """Make cuBLAS use a workspace on this stream that is never given back.
+
+    The recorded products of matrices write to the workspace that the stream had during the recording. From PyTorch 2.14 on, at least,
+    dropping one graph frees the workspace of its stream, also if other graphs of that stream use it. So the workspace comes from a pool of
+    its own. The pool keeps a freed block, and hands out the same block at the next call. To be called before graphs are recorded on the
+    stream, and after one is dropped.
+    """
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(_workspaces()):
+        one = torch.ones(1, 1, device=stream.device)
+        torch.mm(one, one)
+
+
 class _CaptureAtStart(torch.cuda.graph):
     """`torch.cuda.graph` that remembers the stream that it was given.
 
@@ -568,7 +592,11 @@ class _CaptureAtStart(torch.cuda.graph):
 
     def __init__(self, cuda_graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None, **options: Any) -> None:
         super().__init__(cuda_graph, pool, stream, **options)
-        _CaptureAtStart.given = stream or _CaptureAtStart.given
+        if stream is not None and stream != _CaptureAtStart.given:
+            _CaptureAtStart.given = stream
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()  # vLLM's first forward there took one from the common pool
+            keep_workspace(stream)
 
 
 class _ThreadLocalCapture(_CaptureAtStart):

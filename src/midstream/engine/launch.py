@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ import msgspec
 from midstream.arch.aliases import Rename, names_alone
 from midstream.engine.log import new_log
 from midstream.engine.plugin import PREFIX, SOCKETS, register
+from midstream.engine.unguarded import refuse_in_import
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
 from midstream.plan.probes import ScoreChunk
@@ -144,13 +144,9 @@ def start_engine(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
     Raises:
         ParameterError: an argument that vLLM does not have.
-        MidstreamError: called while a new process imports the caller's script, which has no `__main__` guard.
+        UnguardedScriptError: the caller's script starts an engine outside of `if __name__ == "__main__":`.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise MidstreamError(
-            "The script starts an engine whenever it is imported, and the engine's processes import it. Put its code into a function, and "
-            'call that under `if __name__ == "__main__":`.'
-        )
+    refuse_in_import()
     log = new_log()
     with log.during_start() if log is not None else contextlib.nullcontext():
         engine = _started(arguments, is_async)

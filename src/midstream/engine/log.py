@@ -24,7 +24,7 @@ from typing import Any
 
 from midstream.engine.plugin import SOCKETS
 from midstream.errors import MidstreamError
-from midstream.progress import in_notebook, is_watched
+from midstream.progress import NotebookLine, in_notebook, is_watched
 
 _CHOICES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 _LINE = re.compile(r"\b(INFO|WARNING|ERROR|CRITICAL|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] (.*)")
@@ -34,7 +34,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 _TAIL_BYTES = 4096
 _LAST_ERRORS, _LAST_LINES = 5, 15
 _PERIOD_SECONDS = 1.0
-_WIDTH = 100  # of the status line, in a notebook
+_WIDTH = 100  # of the status line, where no terminal has a width
 _STREAMS = ("stdout", "stderr")
 
 _redirecting = threading.Lock()  # file descriptors are the whole process's
@@ -243,23 +243,27 @@ def _flush() -> None:
 
 
 class _StatusLine(threading.Thread):
-    """In terminals and notebooks: rewrites one line on stderr every second, and clears it at the end of the with-block."""
+    """Rewrites one line every second: on a terminal, where the end of the with-block clears it, or in a notebook, where the time stays."""
 
     def __init__(self, path: str) -> None:
         super().__init__(name="midstream-status", daemon=True)
-        self._path, self._over = path, threading.Event()
+        self._path, self._over, self._failed = path, threading.Event(), False
         self._stream, self._before = sys.stderr, 0  # the stderr from before it goes to the log
         # Written to without Python's locks: a process may be forked meanwhile.
         self._terminal: int | None = None
+        self._notebook: NotebookLine | None = None
 
     def __enter__(self) -> None:
         if is_watched():
-            if not in_notebook():
+            if in_notebook():
+                self._notebook = NotebookLine()
+            else:
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # of a terminal that is no file
                     self._terminal = os.dup(self._stream.fileno())
             self.start()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._failed = kind is not None
         self._over.set()
         if self.ident is not None:
             self.join()
@@ -273,10 +277,15 @@ class _StatusLine(threading.Thread):
                 seconds, message = time.monotonic() - began, _last_message(self._path)
                 self._write(f"Starting vLLM, {seconds:.0f} s" + (f": {message}" if message else ""))
                 self._over.wait(_PERIOD_SECONDS)
-            self._write("")
+            if self._notebook is None:
+                self._write("")
+            elif not self._failed:
+                self._write(f"Started vLLM in {time.monotonic() - began:.0f} s")
 
     def _write(self, text: str) -> None:
         """Replace the line's text. "" leaves an empty line with the cursor at its beginning."""
+        if self._notebook is not None:
+            return self._notebook.write(text[:_WIDTH])
         columns = os.get_terminal_size(self._terminal).columns if self._terminal is not None else 0
         text = text[: columns - 1 if columns else _WIDTH]
         data = "\r" + text.ljust(self._before) + ("" if text else "\r")

@@ -543,6 +543,26 @@ def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tens
     )
 
 
+def sparing_generators(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`CPUModelRunner.sample_tokens` that leaves the generators of requests with a `seed` alone while their prompts are computed.
+
+    vLLM samples a token after each part of a prompt, drops it, and turns the generator back by an offset. A generator on the CPU has no
+    offset, and the error ends the engine (0.32).
+    """
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, kept = self.input_batch.generators, {}
+        if generators:
+            is_dropped = self.discard_request_mask.np
+            kept = {row: generators.pop(row) for row in list(generators) if is_dropped[row]}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    return sample_tokens
+
+
 def adapt_runner(runner: Any) -> Runner:
     """The adapter for `runner`."""
     return V2Runner(runner) if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else V1Runner(runner)

@@ -35,6 +35,8 @@ class Role(Enum):
     SERVER = "server"  # a front end that takes them over HTTP
     SCHEDULER = "scheduler"
     WORKER = "worker"
+    CPU_WORKER = "worker on the CPU"
+    ADAPTERS = "worker with adapters"
     CPU_ADAPTERS = "worker with adapters on the CPU"
     V2_WORKER = "V2 worker"  # a worker with vLLM's V2 model runner
 
@@ -116,6 +118,8 @@ _FRONT_END = (
          signature="(**rest)", role=Role.FRONT_END),
     Seam("vllm.v1.engine.core_client.InprocClient.abort_requests", REPLACES, "midstream.engine.launch.stepping_after_the_last_output",
          "As for get_output, after an abort.", signature="(request_ids, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.core_client.launch_core_engines", REPLACES, "midstream.engine.unguarded.noticing_unguarded_scripts",
+         "A script without a `__main__` guard ends with one line that says so.", signature="(**rest)", role=Role.FRONT_END, seen="0.32"),
     Seam("vllm.v1.engine.core_client.InprocClient", READS, "midstream.engine.launch.stepping_after_the_last_output",
          "Reaches the scheduler and the step function of an in-process engine.", members="engine_core"),
     Seam("vllm.v1.engine.core.EngineCore", CALLS, "midstream.engine.launch.stepping_after_the_last_output",
@@ -403,6 +407,23 @@ _ADAPTERS = (
              role=Role.CPU_ADAPTERS, seen="0.32")
         for method in ("add_shrink", "add_lora_embedding", "add_lora_logits")
     ),
+    Seam("vllm.lora.worker_manager.WorkerLoRAManager._load_adapter", REPLACES, "midstream.engine.adapters.checking_fit",
+         "vLLM leaves out the modules of an adapter that the model does not have; this refuses an adapter that fits none.",
+         signature="(lora_request) -> LoRAModel", role=Role.ADAPTERS, seen="0.32"),
+    Seam("vllm.lora.lora_model.LoRAModel", SETS, "midstream.engine.adapters.checking_fit",
+         "The names of an adapter's modules; the warning about those that are left out travels with it, under a name of midstream's.",
+         members="loras", seen="0.32"),
+    Seam("vllm.lora.model_manager.LoRAModelManager", READS, "midstream.engine.adapters._check_fit",
+         "The modules that take adapters.",
+         members="modules; packed_modules; model; lora_config; get_adapter(adapter_id); _match_target_modules(module_name)", seen="0.32"),
+    Seam("vllm.model_executor.layers.linear.LinearBase", READS, "midstream.engine.adapters._check_sizes",
+         "The sizes of a layer, on all ranks together.", members="input_size; output_size", seen="0.32"),
+    Seam("vllm.model_executor.layers.linear.MergedColumnParallelLinear", READS, "midstream.engine.adapters._output_sizes",
+         "The sizes of the layers that are merged into one.", members="output_sizes", seen="0.32"),
+    Seam("vllm.model_executor.layers.linear.QKVParallelLinear", READS, "midstream.engine.adapters._output_sizes",
+         "The same for queries, keys and values.", members="total_num_heads; total_num_kv_heads; head_size; v_head_size", seen="0.32"),
+    Seam("vllm.model_executor.models.utils.PPMissingLayer", READS, "midstream.engine.adapters._check_fit",
+         "A layer of another pipeline stage, which checks the adapter's modules there.", seen="0.32"),
     Seam("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU", READS, "midstream.engine.adapters.skipping_rows",
          "The adapter of each row; -1 for none.", members="token_lora_indices; sampler_indices", seen="0.32"),
     Seam("vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin", READS, "midstream.engine.worker.Worker._attach",
@@ -475,10 +496,15 @@ _V1_RUNNER = (
          members="get_model(); _dummy_run(num_tokens, *, is_profile); _init_kv_zero_meta(); _kv_block_zeroer; model; device; "
                  "input_batch; execute_model_state; cudagraph_dispatcher; kv_cache_config; compilation_config; sampler; "
                  "capture_model(**rest)"),
+    Seam("vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens", REPLACES, "midstream.engine.runners.sparing_generators",
+         "On the CPU: a request with a seed whose prompt is split over steps would end the engine.", signature="(grammar_output)",
+         role=Role.CPU_WORKER),
+    Seam("vllm.v1.worker.cpu_model_runner.CPUModelRunner", READS, "midstream.engine.runners.sparing_generators",
+         "The requests whose token a step drops, and their generators.", members="discard_request_mask; input_batch"),
     Seam("vllm.v1.worker.cpu_model_runner.CPUModelRunner", CALLS, "midstream.engine.runners.V1Runner",
          "The same on the CPU.", members="_zero_block_ids(block_ids); get_model()"),
     Seam("vllm.v1.worker.gpu_input_batch.InputBatch", READS, "midstream.engine.runners.V1Runner.connect",
-         "The requests in the order of their rows.", members="req_ids; num_computed_tokens_cpu; max_num_logprobs; "
+         "The requests in the order of their rows.", members="req_ids; generators; num_computed_tokens_cpu; max_num_logprobs; "
                  "num_computed_tokens_cpu_tensor; num_prompt_tokens_cpu_tensor; block_table"),
     Seam("vllm.forward_context.BatchDescriptor", READS, "midstream.engine.runners.V1Runner.connect",
          "The batch's size with padding.", members="num_tokens"),

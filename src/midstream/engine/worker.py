@@ -46,7 +46,7 @@ from midstream.runtime.tables import DeviceTables, Tables, flat
 from midstream.runtime.torch_tables import TorchTables
 from midstream.runtime.trace_host import FindNotFinite, TraceHost
 from midstream.settings import Settings, is_ours
-from midstream.sites import NotFinite, Point, point_name
+from midstream.sites import NotFinite, Point
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.parallel import ALONE
@@ -153,8 +153,12 @@ class Worker(PlatformWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
         apply_replacements(Role.WORKER)
-        if self.vllm_config.lora_config is not None and current_platform.is_cpu():
-            apply_replacements(Role.CPU_ADAPTERS)
+        if current_platform.is_cpu():
+            apply_replacements(Role.CPU_WORKER)
+        if self.vllm_config.lora_config is not None:
+            apply_replacements(Role.ADAPTERS)
+            if current_platform.is_cpu():
+                apply_replacements(Role.CPU_ADAPTERS)
         follow_parent()
         super().load_model(*args, **kwargs)
         self._attach()
@@ -463,7 +467,8 @@ class Worker(PlatformWorker):
         return off_graph
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        if self._find_not_finite is None and self._scores is None and self._runner.watched is not Watch.ALL:
+        finds = self._find_not_finite is not None or self._scores is not None or bool(self.plans.errors)
+        if not finds and self._runner.watched is not Watch.ALL:
             return super().sample_tokens(grammar_output)
         find_not_finite, self._find_not_finite = self._find_not_finite, None
         find_scores, self._scores = self._scores, None
@@ -524,7 +529,6 @@ class Worker(PlatformWorker):
             "dtype": facts.dtype,
             "unsupported_attention": {str(n): why for n, why in facts.unsupported_attention.items()},
             "device": str(self.device),
-            "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "bindings": {
                 f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },
@@ -565,18 +569,19 @@ class Worker(PlatformWorker):
         """Call a method of the recorded runs: `list`, `delete` or `lease`."""
         return getattr(self.plans.runs, what)(*args)
 
-    def midstream_load_adapter(self, adapter: bytes) -> str | None:
-        """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails.
+    def midstream_load_adapter(self, adapter: bytes) -> tuple[str | None, str | None]:
+        """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails, and a warning if the adapter fits in part.
 
         After an error of several workers, vLLM takes the answers of one call for those of the next (0.32).
         """
         from vllm.lora.request import LoRARequest
 
+        request = msgspec.msgpack.decode(adapter, type=LoRARequest)
         try:
-            self.add_lora(msgspec.msgpack.decode(adapter, type=LoRARequest))
+            self.add_lora(request)
         except Exception as error:
-            return f"{error}"
-        return None
+            return f"{error}", None
+        return None, self._adapters.warning_of(request.lora_int_id) if self._adapters is not None else None
 
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.reports.sender is not None:

@@ -10,13 +10,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from midstream.errors import PlanError
 from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import (
+    BY_LAYOUT,
     ELEMENTWISE,
     RULES,
     SIZED,
@@ -41,10 +42,10 @@ _TYPES = {
     "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, RowCount), "float": (int, float), "bool": (bool,), "str": (str,),
     "ScalarType": (DType,),
 }  # fmt: skip
-# Operations whose second argument may be a number of its own for each row. From integers they may compute floats.
-_WITH_NUMBER = frozenset(
-    f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
-)
+_WITH_VECTOR = ELEMENTWISE - BY_LAYOUT  # operations for which each row may have a vector of its own
+# Operations whose second argument may be a number of its own for each row.
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_WITH_NUMBER = frozenset("add sub mul div".split()) | _COMPARISONS
 _MOST_KNOWN = 1024
 _known: dict[str, Checked] = {}  # the facts about programs by their structure
 _SLOWER = 16  # the work of an operation in `SLOW`, relative to others
@@ -324,24 +325,42 @@ class Form:
     """
 
     key: str
-    slots: dict[tuple[int, int], Any]
+    slots: dict[tuple[int, int], Number | Const]
+
+
+class Number(NamedTuple):
+    """A number that may differ between programs of one form. A tensor in its place gives the same bits.
+
+    Attributes:
+        dtype: of that tensor, and of the arithmetic.
+        rounded: the dtype to which PyTorch rounds the number before, on a CPU.
+    """
+
+    value: float
+    dtype: torch.dtype
+    rounded: torch.dtype
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The number, `[]`, for rows on a device. Outside the dtype's range it is infinite, as in PyTorch's arithmetic."""
+        exact = torch.tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else torch.int64)
+        return (exact.to(self.rounded) if device.type == "cpu" else exact).to(self.dtype)
 
 
 def form_of(program: Any, results: Sequence[Shaped]) -> Form:
     """The form of a `Program`, whose module imports this one. `results`: of its steps."""
     single = [bool(result.rows == 1) for result in results]
     uses: dict[int, list[tuple[int, int] | None]] = {}
-    slots: dict[tuple[int, int], Any] = {}
+    slots: dict[tuple[int, int], Number | Const] = {}
     for number, step in enumerate(program.steps):
         for place, arg in enumerate((*step.args, *(value for _, value in step.kwargs))):
             is_direct = place < len(step.args) and single[number]
             if isinstance(arg, Const):
                 may_differ = is_direct and (
-                    step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
+                    step.op in _WITH_VECTOR or (step.op in ("mv.default", "mm.default") and place == 1)
                 )
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
-            elif is_direct and place == 1 and _takes_number(step, arg, results):
-                slots[number, place] = float(arg)
+            elif is_direct and place == 1 and (own := _number(program, step, results)) is not None:
+                slots[number, place] = own
             for other in objects_in(arg, Const) if isinstance(arg, tuple) else ():
                 uses.setdefault(other.place, []).append(None)
     for place, where in uses.items():
@@ -356,20 +375,26 @@ def form_of(program: Any, results: Sequence[Shaped]) -> Form:
     return Form(_form_key(program, slots), slots)
 
 
-def _takes_number(step: Step, arg: Any, results: Sequence[Shaped]) -> bool:
-    """Whether each row may have its own number `arg`, in a bank of float32, as a step's second argument. The first argument is floating
-    then.
+def _number(program: Any, step: Step, results: Sequence[Shaped]) -> Number | None:
+    """The number that is a step's second argument, if it may differ between programs of a form.
+
+    The first argument must be floating: then a number changes no dtype, whether it is whole or not. PyTorch compares in the first
+    argument's dtype. Of half precision, it computes in float32. On a CPU it rounds the numbers of sums to half precision before.
     """
-    first, is_number = step.args[0], type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
-    if (
-        not is_number
-        or step.op not in _WITH_NUMBER
-        or step.kwargs
-        or not isinstance(first, Ref)
-        or first.out is not None
-    ):
-        return False
-    return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
+    name, first = step.op.partition(".")[0], step.args[0]
+    is_alone = len(step.args) == 2 and not step.kwargs
+    if name not in _WITH_NUMBER or not is_alone or not isinstance(first, Ref) or first.out is not None:
+        return None
+    value = step.args[1]
+    if type(value) not in (int, float) or not (math.isinf(value) or abs(value) <= FLOAT32_MAX):
+        return None
+    if first.step >= 0 and results[first.step].rows != 1:
+        return None
+    own: torch.dtype = results[first.step].meta.dtype if first.step >= 0 else getattr(torch, program.dtype)
+    if not own.is_floating_point:
+        return None
+    dtype = own if own == torch.float64 or name in _COMPARISONS else torch.float32
+    return Number(value, dtype, own if name in ("add", "sub") else dtype)
 
 
 def _form_key(program: Any, slots: dict[tuple[int, int], Any]) -> str:

@@ -8,6 +8,8 @@ Legend: R rows, P programs.
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -17,11 +19,18 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.checking import plain
+from midstream.plan.checking import PackedResult, plain
 from midstream.plan.program import Program
 from midstream.plan.rowwise import on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
 
+# The operations that index -> the argument with the indices, and the one that they are about.
+INDEXING = {
+    **dict.fromkeys(("index.Tensor", "index_put.default"), ("indices", "self")),
+    **dict.fromkeys(("gather.default", "index_select.default"), ("index", "self")),
+    **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add.default"), ("index", "self")),
+    "embedding.default": ("indices", "weight"),
+}
 _MEMORY = 1 << 27  # the most numbers of all rows that are in memory at once
 _MOST_TRIED = 1 << 14
 _tried: set[tuple[str, torch.device]] = set()
@@ -74,10 +83,17 @@ def run(program: Program, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.T
     return ProgramBank(program, 1, x_RH.device).run(x_RH, None, *further)
 
 
-def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The bits of results `[R, ...]` as rows of a dtype, one result after the other."""
+def _packed(results: Sequence[torch.Tensor], parts: Sequence[PackedResult], dtype: torch.dtype) -> torch.Tensor:
+    """The bits of results `[R, ...]` as rows of a dtype, one result after the other.
+
+    Args:
+        parts: the results' dtypes. A device may compute another one: on a CPU, the statistics of layer norms have the input's.
+    """
     rows = len(results[0])
-    flat = [_copied(result.reshape(rows, -1)).view(torch.int16) for result in results]
+    flat = [
+        _copied(result.reshape(rows, math.prod(part.shape)).to(part.dtype)).view(torch.int16)
+        for result, part in zip(results, parts, strict=True)
+    ]
     words = torch.cat(flat, 1) if len(flat) > 1 else flat[0]
     missing = -words.shape[1] % 8  # up to 16 bytes
     return (torch.nn.functional.pad(words, (0, missing)) if missing else words).view(dtype)
@@ -93,10 +109,38 @@ def unpacked(program: Program, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     words = rows.contiguous().view(torch.int16)
     found, at = [], 0
     for part in program.checked.parts:
-        here = _copied(words[:, at : at + part.nbytes // 2]).view(part.dtype)
-        found.append(here.view(len(rows), *part.shape))
+        here = _copied(words[:, at : at + part.nbytes // 2])
+        found.append(here.view(-1).view(part.dtype).view(len(rows), *part.shape))
         at += part.nbytes // 2
     return tuple(found)
+
+
+@functools.cache
+def _places(name: str) -> dict[str, int]:
+    """The arguments of an operation, in their order."""
+    return {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
+
+
+def _clamp_indices(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Replace the indices among an operation's arguments by the nearest that its tensor has, in place.
+
+    The rules have proved that all indices lie inside. If a rule is wrong, clamping keeps its mistake from ending the engine.
+    """
+    which, of = INDEXING[name]
+    places = _places(name)
+
+    def given(argument: str) -> Any:
+        return args[places[argument]] if places[argument] < len(args) else kwargs[argument]
+
+    x, indices = given(of), given(which)
+    if isinstance(indices, list):
+        inside: Any = [each if each is None else each.clamp(0, x.shape[i] - 1) for i, each in enumerate(indices)]
+    else:
+        inside = indices.clamp(0, x.shape[given("dim") if of == "self" else 0] - 1)
+    if places[which] < len(args):
+        args[places[which]] = inside
+    else:
+        kwargs[which] = inside
 
 
 class ProgramBank:
@@ -106,7 +150,7 @@ class ProgramBank:
 
     Args:
         program: one of the form.
-        capacity: the number of places, P.
+        capacity: the number of places, P. With one place there are no tensors: it has `program`.
         device: of the rows.
     """
 
@@ -116,21 +160,30 @@ class ProgramBank:
         self._checked = program.checked
         self._constants = [tensor_of(constant, device) for constant in program.constants]
         self._banks: dict[tuple[int, int], torch.Tensor] = {}  # [P] numbers, or [P, ...] of constants
-        number = torch.float64 if program.dtype == "float64" else torch.float32
         for slot, value in program.form.slots.items() if capacity > 1 else ():
             if isinstance(value, Const):
                 like = self._constants[value.place]
                 self._banks[slot] = like.new_zeros(capacity, *like.shape)
             else:
-                self._banks[slot] = torch.zeros(capacity, dtype=number, device=device)
+                self._banks[slot] = torch.zeros(capacity, dtype=value.dtype, device=device)
 
     def put(self, place: int, program: Program) -> None:
         """Make the rows with this place use `program`."""
         for slot, value in program.form.slots.items() if self.capacity > 1 else ():
-            if isinstance(value, Const):
-                self._banks[slot][place].copy_(tensor_of(program.constants[value.place], self._device))
-            else:
-                self._banks[slot][place] = value
+            one = (
+                tensor_of(program.constants[value.place], self._device)
+                if isinstance(value, Const)
+                else value.tensor(self._device)
+            )
+            self._banks[slot][place].copy_(one)
+
+    def alone(self, place: int, program: Program) -> ProgramBank:
+        """The program of one place, for rows that all have it. Its numbers are the same tensors, so its results are the same bits, except
+        that a matrix product of many rows rounds in another way than products of each row.
+        """
+        found = ProgramBank(program, 1, self._device)
+        found._banks = {slot: bank[place : place + 1] for slot, bank in self._banks.items() if bank.ndim == 1}
+        return found
 
     def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None, *further: torch.Tensor) -> torch.Tensor:
         """The rows' results in their dtype, `[R, width]`; the packed results of a capture's or a probe's
@@ -140,7 +193,7 @@ class ProgramBank:
             which_R: `[R]`, the place of each row's program; ignored if there is one place.
             further: `[R, width]`, the rows of each further input.
         """
-        which_R = which_R if self._banks else None
+        which_R = which_R if self.capacity > 1 else None
         most = max(_MEMORY // self._checked.peak, 1)
         if len(x_RH) <= most:
             return self._run(which_R, x_RH, *further)
@@ -149,6 +202,10 @@ class ProgramBank:
             *(x.split(most) for x in (x_RH, *further)),
         )
         return torch.cat([self._run(*part) for part in zip(*parts, strict=False)])
+
+    def width(self, itemsize: int) -> int:
+        """The width of its results, in elements of `itemsize` bytes."""
+        return self._program.packed_width(itemsize) if self._program.is_read else self._program.width
 
     def _run(self, which_R: torch.Tensor | None, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
         rows, last_use = len(x_RH), self._checked.last_use
@@ -167,36 +224,41 @@ class ProgramBank:
             args = [plain(arg, tensor, rows) for arg in step.args]
             kwargs = {name: plain(arg, tensor, rows) for name, arg in step.kwargs}
             kwargs |= on_device(step.op, x_RH.device)
+            if step.op in INDEXING:
+                _clamp_indices(step.op, args, kwargs)
             own = {place: bank for (at, place), bank in self._banks.items() if at == number}
             results[number] = (
-                self._with_own(step, args, kwargs, own, which_R, number)
-                if own and which_R is not None
-                else overload(step.op)(*args, **kwargs)
+                self._with_own(step, args, kwargs, own, which_R, number) if own else overload(step.op)(*args, **kwargs)
             )
             for done in [at for at in results if last_use.get(at, -1) <= number]:
                 del results[done]
         found = list(map(tensor, self._program.results))
         if self._program.is_read:
-            return _packed(found, x_RH.dtype)
+            return _packed(found, self._checked.parts, x_RH.dtype)
         return found[0].to(x_RH.dtype)  # type: ignore[no-any-return]
 
     def _with_own(
-        self, step: Step, args: list[Any], kwargs: Any, own: dict[int, torch.Tensor], which_R: torch.Tensor, number: int
+        self,
+        step: Step,
+        args: list[Any],
+        kwargs: Any,
+        own: dict[int, torch.Tensor],
+        which_R: torch.Tensor | None,
+        number: int,
     ) -> torch.Tensor:
         """The result of a step in which each row has its own numbers."""
         meta = self._checked.results[number].meta
+        each = {place: bank if which_R is None else bank[which_R] for place, bank in own.items()}
         if step.op in ("mv.default", "mm.default"):
-            right_RHK = own[1][which_R].reshape(len(which_R), args[0].shape[1], -1)
+            right_RHK = each[1].reshape(len(args[0]), args[0].shape[1], -1)
             return torch.bmm(args[0][:, None, :], right_RHK).reshape(-1, *meta.shape[1:])
-        for place, bank in own.items():
-            each_R = bank[which_R]
-            if bank.ndim == 1:  # PyTorch compares with numbers in the tensor's dtype, and computes with them in float32
-                args[0] = args[0] if meta.dtype == torch.bool else args[0].to(bank.dtype)
-                args[place] = each_R.to(args[0].dtype).reshape(-1, *[1] * (meta.ndim - 1))
-                continue
+        if all(bank.ndim == 1 for bank in own.values()):
+            # With as many axes as the other tensor, it takes part in no type promotion.
+            number_R = each[1].reshape(-1, *[1] * (meta.ndim - 1))
+            function = getattr(torch.ops.aten, step.op.partition(".")[0]).Tensor
+            return function(args[0].to(number_R.dtype), number_R).to(meta.dtype)  # type: ignore[no-any-return]
+        for place, each_R in each.items():
             # A first axis of 1 stands for the rows.
             axes = each_R.shape[1:] if each_R.ndim <= meta.ndim else each_R.shape[2:]
             args[place] = each_R.reshape(-1, *[1] * (meta.ndim - 1 - len(axes)), *axes)
-        name = step.op.partition(".")[0]
-        function = getattr(torch.ops.aten, name) if any(bank.ndim == 1 for bank in own.values()) else overload(step.op)
-        return function(*args, **kwargs).to(meta.dtype)  # type: ignore[no-any-return]
+        return overload(step.op)(*args, **kwargs)  # type: ignore[no-any-return]

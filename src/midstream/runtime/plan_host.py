@@ -123,6 +123,10 @@ class PlanHost:
         self.runs = RunStore(record_bytes)
         self.planned_steps = self.off_graph_steps = 0
         self.errors: dict[str, str] = {}
+        self._laid_out: list[str] = []  # the requests of the running step, in the batch's order
+        # Requests whose programs have failed on this worker -> why. Only the last stage's `errors` end requests. An edit on another stage
+        # has made its rows NaN, by which the last stage ends the request; a capture's client gets the error at the request's end.
+        self._failed: dict[str, str] = {}
         self._device, self._dtype = device, dtype
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative, self._cuts = speculative, cuts
@@ -162,7 +166,10 @@ class PlanHost:
         request = self._requests.get(name)
         if request is None or not request.loaded.plan.edits:
             return None
-        return not_finite(broken, request.loaded.plan, self.facts.dtype)
+        why, plan = not_finite(broken, request.loaded.plan, self.facts.dtype), request.loaded.plan
+        if self._pipeline.size > 1 and any(edit.runs_program for edit in plan.edits):
+            why += " A program that fails on another pipeline stage also ends its request so; the engine's log has its error."
+        return why
 
     @property
     def requests(self) -> list[str]:
@@ -283,6 +290,7 @@ class PlanHost:
             self._cuts.begin_step(layout)
         batch, table = self._batch, self._table
         slots, starts = table.slots_of(layout.request_ids), np.cumsum(layout.counts) - layout.counts
+        self._laid_out, self.tables.first_rows = list(layout.request_ids), starts
         one = (layout.counts == 1) & (layout.computed >= table.end[slots])
         generated = slots[one], starts[one], layout.computed[one]
         ends = layout.computed + layout.counts
@@ -396,8 +404,15 @@ class PlanHost:
         return request.take_rows() if request is not None and request.payload.behind else []
 
     def end_step(self) -> None:
-        """The forward is queued: send what is complete."""
+        """The forward is queued: note which requests end because a program failed, and send what is complete."""
         self.step_is_planned = self.hooks.on = False
+        for number, why in self.tables.failures.items():
+            name = self._laid_out[number]
+            _log.warning("Request %s ends: %s", name, why)
+            self._failed[name] = self.errors[name] = why
+            if self._scores is not None:
+                self._scores.errors[name] = why
+        self.tables.failures.clear()
         if self._cutting:
             self._cuts.end_step()
             self._cutting = False
@@ -412,6 +427,7 @@ class PlanHost:
         read_scores = self._score_link.bring(step, self._scoring) if step is not None else None
         if read_scores is None:
             return None
+        failed = step.errors if step is not None else {}
         probed = {name: request.scores for name, request in self._requests.items() if request.scores is not None}
 
         def find() -> StepResults:
@@ -425,7 +441,7 @@ class PlanHost:
                     errors[name] = str(error)
                 else:
                     stops |= {name: stop} if stop is not None else {}
-            return chunks, stops, errors
+            return chunks, stops, errors | failed
 
         return find
 
@@ -434,7 +450,7 @@ class PlanHost:
         """Send the rows of requests that have captured all, or many."""
         due, self._due = self._due, []
         for request in due:
-            if request.complete or request.payload.record is not None:
+            if request.complete or request.payload.record is not None or request.name in self._failed:
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
@@ -565,7 +581,7 @@ class PlanHost:
             self._capturing += 1
 
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
-        request = self._requests.pop(name)
+        request, error = self._requests.pop(name), self._failed.pop(name, error)
         self._editing -= bool(request.loaded.plan.edits)
         if request.loaded.knockouts is not None:
             self._cuts.end(name)

@@ -66,9 +66,13 @@ class Group(NamedTuple):
     offsets: torch.Tensor | None
     inputs: Sequence[tuple[Kept, torch.Tensor | None]] = ()
 
-    def run(self, x_RH: torch.Tensor) -> torch.Tensor:
-        """The results of its programs for the rows' values."""
-        return self.bank.run(x_RH, self.which, *(kept.of(places) for kept, places in self.inputs))
+    def run(self, x_RH: torch.Tensor, some: torch.Tensor | None = None) -> torch.Tensor:
+        """The results of its programs for the rows' values. `some`: the places of a few of the rows, to run on these alone."""
+        which, inputs = self.which, [kept.of(places) for kept, places in self.inputs]
+        if some is not None:
+            x_RH, which = x_RH[some], which[some] if which is not None else None
+            inputs = [each[some] for each in inputs]
+        return self.bank.run(x_RH, which, *inputs)
 
 
 @dataclass(eq=False)
@@ -123,12 +127,10 @@ class _Form:
     Attributes:
         bank: holds them all.
         places: program -> its place there, and how many profiles have it.
-        alone: program -> a bank for it alone.
     """
 
     bank: ProgramBank
     places: dict[Program, list[int]] = field(default_factory=dict)
-    alone: dict[Program, ProgramBank] = field(default_factory=dict)
 
 
 def all_programs(compiled: CompiledPlan) -> set[Program]:
@@ -189,13 +191,12 @@ class HeldPrograms:
 
     def hold(self, number: int, profile: Profile) -> None:
         """Hold the programs of a profile until `release`. Its number is below `MOST_PROFILES`."""
-        if not (mine := list(programs_at(profile))):
-            return
-        self._profiles[number] = mine
-        for at, program, offset in mine:
+        for at, program, offset in programs_at(profile):
+            place = self._place(program)
             slot = self._slots.get(at) or self._new_slot(at)
-            slot.on_host[:, number] = self._place(program), offset
+            slot.on_host[:, number] = place, offset
             self._stale.add(slot)
+            self._profiles.setdefault(number, []).append((at, program, offset))
 
     def release(self, number: int) -> None:
         """Forget those of a profile, if it has any."""
@@ -208,7 +209,6 @@ class HeldPrograms:
             form.places[program][1] -= 1
             if not form.places[program][1]:
                 del form.places[program]
-                form.alone.pop(program, None)
                 if not form.places:
                     del self._forms[at.form]
 
@@ -226,18 +226,19 @@ class HeldPrograms:
         key = program.form.key
         form = self._forms.get(key)
         if form is None:
-            first = _FIRST_PLACES if program.form.slots else 1
-            form = self._forms[key] = _Form(self._bank(program, self._capacities.get(key, first)))
+            form = _Form(self._bank(program, self._capacities.get(key, _FIRST_PLACES if program.form.slots else 1)))
         if program not in form.places:
             if len(form.places) == form.bank.capacity:
-                form.bank = self._bank(program, 2 * form.bank.capacity)
+                larger = self._bank(program, 2 * form.bank.capacity)
                 for other, (place, _) in form.places.items():
-                    form.bank.put(place, other)
+                    larger.put(place, other)
+                form.bank = larger
             taken = {place for place, _ in form.places.values()}
             free = next(place for place in range(form.bank.capacity) if place not in taken)
             form.bank.put(free, program)
             form.places[program] = [free, 0]
         form.places[program][1] += 1
+        self._forms[key] = form
         return form.places[program][0]
 
     def _bank(self, program: Program, capacity: int) -> ProgramBank:
@@ -299,9 +300,7 @@ class HeldPrograms:
             bank, which = form.bank, None
             if len(members[at]) == 1:
                 (program,) = members[at]
-                if program not in form.alone:
-                    form.alone[program] = ProgramBank(program, 1, self._device)
-                bank = form.alone[program]
+                bank = bank.alone(form.places[program][0], program)
             else:
                 which = upload(place_T[rows])
             offsets = upload(offset_T[rows]) if at.what != "edit" else None
@@ -416,16 +415,48 @@ class RecordedPrograms(NamedTuple):
         return self.bank.run(value_TH, place_T.clamp(min=0)), offset_T
 
 
+def run_apart(
+    run: Callable[[torch.Tensor | None], torch.Tensor],
+    failed_RW: Callable[[int], torch.Tensor],
+    owners: Callable[[], np.ndarray],
+    note: Callable[[int, Exception], None],
+) -> torch.Tensor:
+    """The result of `run` for rows of several requests, `[R, W]`.
+
+    If it raises, each request's rows run alone, so that a request fails only if its own rows raise.
+
+    Args:
+        run: runs all rows; or those at the given places, int64.
+        failed_RW: makes NaN for so many rows, in the result's dtype and width.
+        owners: `[R]`, the number of each row's request.
+        note: called with the number of a request that fails, and its exception. The result has NaN in its rows.
+    """
+    try:
+        return run(None)
+    except Exception:  # any operation of the table may have raised
+        owner_R = owners()
+    result_RW = failed_RW(len(owner_R))
+    for owner in np.unique(owner_R).tolist():
+        some = torch.from_numpy(np.flatnonzero(owner_R == owner)).to(result_RW.device)
+        try:
+            result_RW[some] = run(some)
+        except Exception as error:
+            note(owner, error)
+    return result_RW
+
+
 def run_groups(
     groups: Sequence[Group],
     first_TH: torch.Tensor,
     second_TH: torch.Tensor | None,
+    run: Callable[[Group, torch.Tensor], torch.Tensor],
     note: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Replace the rows' values in place. Elements that come out as they were are bit-identical in both streams.
 
     Args:
         second_TH: the second stream, if the value is a sum of two.
+        run: runs a group on its rows' values.
         note: called with the rows and their new values.
     """
     for group in groups:
@@ -433,7 +464,7 @@ def run_groups(
         one = first_TH[rows]
         two = second_TH[rows] if second_TH is not None else None
         old = value_of(one, two)
-        new = group.run(old)
+        new = run(group, old)
         changed = new != old
         first_TH[rows] = torch.where(changed, new, one)
         if second_TH is not None and two is not None:

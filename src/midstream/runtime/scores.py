@@ -132,8 +132,8 @@ class Group:
                 yield request, name, Found(positions[8 * first : 8 * stop], of_run, firsts[first:stop])
 
 
-# What one pipeline stage has of a step: its memory, and what lies in it. The link between stages can send it.
-StageScores = tuple[torch.Tensor, list[Group]]
+# What one pipeline stage has of a step: its memory, what lies in it, and `StepScores.errors`. The link between stages can send it.
+StageScores = tuple[torch.Tensor, list[Group], dict[str, str]]
 
 
 class StepScores:
@@ -141,9 +141,13 @@ class StepScores:
 
     Args:
         dtype: the model's.
+
+    Attributes:
+        errors: requests whose programs have failed in the step -> why; once `read` is called, those of all stages.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.errors: dict[str, str] = {}
         self._device, self._dtype = device, dtype
         self._groups: dict[tuple[ScorePlace, ...], Group] = {}
         self._memory = torch.empty(0, dtype=dtype)
@@ -177,7 +181,7 @@ class StepScores:
     @property
     def queued(self) -> StageScores:
         """The scores, complete once the forward has run."""
-        return self._memory, list(self._groups.values())
+        return self._memory, list(self._groups.values()), self.errors
 
     @torch.inference_mode()
     def copy(self) -> None:
@@ -193,7 +197,8 @@ class StepScores:
         if self._copied is not None:
             self._copied.synchronize()
         found: dict[str, dict[str, Found]] = {}
-        for memory, groups in (self.queued, *others):
+        for memory, groups, errors in (self.queued, *others):
+            self.errors |= errors
             for request, name, new in chain.from_iterable(group.found(memory) for group in groups):
                 of_request = found.setdefault(request, {})
                 of_request[name] = of_request[name] | new if name in of_request else new

@@ -9,6 +9,7 @@ plans, vectors, sites and positions. The stream of the forward orders the upload
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
     GraphValues,
+    Group,
     HeldPrograms,
     InGraph,
     ProgramAt,
@@ -34,6 +36,7 @@ from midstream.runtime.programs import (
     StepPrograms,
     all_programs,
     around,
+    run_apart,
     run_groups,
     value_of,
 )
@@ -85,9 +88,16 @@ class Tables:
 
     Args:
         points: every (site, layer) at which plans may act, in the order of the op's `point` argument.
+
+    Attributes:
+        first_rows: the first row of each request of the step, in the batch's order. If it is known, an exception in a program ends only the
+            requests whose own rows raise it. If it is None, the exception leaves the forward.
+        failures: number of a request in the batch -> why its programs failed in this step. An edit has made its rows NaN.
     """
 
     def __init__(self, points: Sequence[Point], device: torch.device) -> None:
+        self.first_rows: np.ndarray | None = None
+        self.failures: dict[int, str] = {}
         self._device = device
         self.points = list(points)
         self.index = {point: i for i, point in enumerate(self.points)}
@@ -108,9 +118,11 @@ class Tables:
         self._rows = None  # the numbers of the last step may mean others now
         try:
             self._place(slots)
-        except PlanError:
+        except Exception as error:
             self.unload(slots)
-            raise
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"The engine cannot hold the plan: {described(error)}") from error
         return slots
 
     def _take(self, count: int) -> list[int]:
@@ -138,6 +150,25 @@ class Tables:
         except torch.OutOfMemoryError as error:
             raise PlanError("The device has no memory left for the numbers of the plan's programs.") from error
         return constants
+
+    def _apart(
+        self,
+        point: int,
+        run: Callable[[torch.Tensor | None], torch.Tensor],
+        failed_RW: Callable[[int], torch.Tensor],
+        rows: Callable[[], np.ndarray],
+    ) -> torch.Tensor:
+        """`run_apart` for programs at a point. `rows`: their numbers in the batch."""
+        first_rows = self.first_rows
+        if first_rows is None:
+            return run(None)
+
+        def note(request: int, error: Exception) -> None:
+            site, layer = self.points[point]
+            why = f"A program of the plan failed at {site} of layer {layer}: {described(error)} Change the program, or leave it out."
+            self.failures.setdefault(request, why)
+
+        return run_apart(run, failed_RW, lambda: np.searchsorted(first_rows, rows(), "right") - 1, note)
 
     def begin_step(self, rows: RowProfiles, places: np.ndarray | None, score_places: np.ndarray | None = None) -> None:
         """The coming forward's rows.
@@ -188,6 +219,12 @@ class Tables:
 
     def _place(self, slots: ProfileSlots) -> None:
         raise NotImplementedError
+
+
+def described(error: Exception) -> str:
+    """An exception's type and first line, as a sentence."""
+    said = next(iter(str(error).splitlines()), "")[:200].rstrip(".")
+    return f"{type(error).__name__}{': ' if said else ''}{said}."
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -434,7 +471,7 @@ class DeviceTables(Tables):
         for given, _ in chain.from_iterable(group.inputs for group in groups):
             if given.value is None:  # the part of the forward that computes it was replayed
                 given.value = self.programs.from_graph(given, len(first))
-        run_groups(groups, first, second, partial(self._note_overflow, point))
+        run_groups(groups, first, second, partial(self._run, point), partial(self._note_overflow, point))
         if groups:
             assert self._rows is not None
             if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
@@ -455,8 +492,16 @@ class DeviceTables(Tables):
         for kind in READINGS:
             for group in step.groups.get((point, f"{kind} {when}"), ()):
                 assert group.offsets is not None
-                value = group.run(value_at(first, second, group.rows))
+                value = self._run(point, group, value_at(first, second, group.rows))
                 self._kernel.store_rows(value, self._addresses[kind][group.rows], group.offsets)
+
+    def _run(self, point: int, group: Group, x_RH: torch.Tensor) -> torch.Tensor:
+        """The results of a group's programs for the rows' values."""
+        width = group.bank.width(x_RH.element_size())
+        failed = partial(torch.full, fill_value=math.nan, dtype=x_RH.dtype, device=x_RH.device)
+        return self._apart(
+            point, partial(group.run, x_RH), lambda rows: failed((rows, width)), lambda: group.rows.cpu().numpy()
+        )
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""

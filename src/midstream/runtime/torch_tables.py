@@ -112,7 +112,7 @@ class TorchTables(Tables):
             new_one, new_two = self._new(point, ops, number, rows, old, one, two) if edits else (one, two)
             for op in ops:
                 if not op.is_edit:
-                    self._keep(op, rows, value_of(new_one, new_two) if op.after else old)
+                    self._keep(point, op, rows, value_of(new_one, new_two) if op.after else old)
             if edits:
                 yield rows, new_one, new_two
 
@@ -127,7 +127,14 @@ class TorchTables(Tables):
         second: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both streams of these rows, whose value is `old`, edited. Elements that come out as they were are bit-identical in both."""
-        new = edited(old, ops, self._banks[number], {at: self._values[at][rows] for op in ops for at in op.inputs})
+        values = {at: self._values[at][rows] for op in ops for at in op.inputs}
+
+        def run(some: torch.Tensor | None) -> torch.Tensor:
+            if some is None:
+                return edited(old, ops, self._banks[number], values)
+            return edited(old[some], ops, self._banks[number], {at: value[some] for at, value in values.items()})
+
+        new = self._apart(point, run, lambda _: torch.full_like(old, math.nan), lambda: _numbers(rows))
         self._note_overflow(point, rows, new.detach())
         differs = torch.empty_like(new, requires_grad=False)
         torch.ne(new.detach(), old.detach(), out=differs)  # into bools it takes several times as long
@@ -140,8 +147,7 @@ class TorchTables(Tables):
         if not math.isfinite(
             new_RH.sum(dtype=torch.float32)
         ):  # one pass; the sum of finite numbers may overflow as well
-            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
-            for row in numbers[not_finite_at(self.points[point], new_RH).cpu()].tolist():
+            for row in _numbers(rows)[not_finite_at(self.points[point], new_RH).cpu().numpy()].tolist():
                 self.overflow.setdefault(row, point)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
@@ -151,19 +157,31 @@ class TorchTables(Tables):
         self.overflow.clear()
         return codes_T, lambda: None
 
-    def _keep(self, op: Op, rows: Index, value_RH: torch.Tensor) -> None:
+    def _keep(self, point: int, op: Op, rows: Index, value_RH: torch.Tensor) -> None:
         """Copy what a capture or a probe makes of these rows to their places."""
         all_places = self._places if op.kind == "capture" else self._score_places
         if all_places is None:
             return
         value_RH = value_RH.detach()
-        value_RH = run(op.program, value_RH) if op.program is not None else value_RH.to(self._dtype)
-        value_RH = value_RH.cpu().contiguous()
+        if (program := op.program) is not None:
+            width = program.packed_width(value_RH.element_size())
+            value_RH = self._apart(
+                point,
+                lambda some: run(program, value_RH if some is None else value_RH[some]),
+                lambda count: value_RH.new_full((count, width), math.nan),
+                lambda: _numbers(rows),
+            )
+        value_RH = (value_RH if program is not None else value_RH.to(self._dtype)).cpu().contiguous()
         start, size = value_RH.data_ptr(), value_RH.shape[-1] * value_RH.element_size()
         places = all_places[rows if isinstance(rows, slice) else rows.numpy()].tolist()
         for i, place in enumerate(places):
             if place:
                 ctypes.memmove(place + op.offset * value_RH.element_size(), start + i * size, size)
+
+
+def _numbers(rows: Index) -> np.ndarray:
+    """The numbers of the rows of an index."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
 
 
 def _index_of(rows: np.ndarray) -> Index:

@@ -28,7 +28,7 @@ from midstream.ranks.stages import Stages
 from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
 from midstream.runtime.request import StepEnds, TraceRequest
 from midstream.runtime.sending import Reports
-from midstream.sites import Key, NotFinite, Point, point_name
+from midstream.sites import Key, NotFinite, Point
 from midstream.trace.body import Body, Randomness
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
@@ -629,7 +629,7 @@ class TraceHost:
             return None
         key, where, position = found
         point = next((point for point, binding in self.arch.bindings.items() if binding == where), None)
-        place = f"{point[0]} of layer {point[1]} ({point_name(key)})" if point is not None else point_name(key)
+        place = f"{point[0]} of layer {point[1]} ({body.written(key)})" if point is not None else body.written(key)
         return f"the trace wrote infinity or NaN to {place}, position {position}"
 
     def refusal(self, name: str, at: NotFinite) -> str | None:

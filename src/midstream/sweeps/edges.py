@@ -87,9 +87,9 @@ class EdgeScores:
         scores = self.scores
         reach = float(np.nanmax(np.abs(scores), initial=1e-9))
         labels = {"xlabel": "receiver", "ylabel": "sender", "label": "score in nats"}
-        limits, rows = (-reach, reach), self.senders[::-1]
+        limits = -reach, reach
         return plot_heatmap(
-            scores[::-1].copy(), self.receivers, rows, title, path, cmap="RdBu", limits=limits, ax=ax, **labels
+            scores, self.receivers, self.senders, title, path, cmap="RdBu", limits=limits, ax=ax, **labels
         )
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
-from midstream.plots import plot_heatmap, write_figure
+from midstream.plots import plot_heatmap, show, write_figure
 from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
@@ -226,12 +226,17 @@ class SweepResult:
 
         With a corrupt prompt, this is a share of the distance between the two prompts.
         """
-        if np.isnan(self.corrupt).all():
+        if not self._has_corrupt:
             return {site: values - self.baseline for site, values in self.values.items()}
         recovered = self.recovered
         return (
             recovered if self.outline.direction == "denoising" else {site: 1 - each for site, each in recovered.items()}
         )
+
+    @property
+    def _has_corrupt(self) -> bool:
+        """Whether there is a corrupt prompt, so that effects are shares."""
+        return not np.isnan(self.corrupt).all()
 
     def __sub__(self, other: SweepResult) -> SweepDifference:
         """The differences of two sweeps with the same pairs, grid and metric, cell by cell."""
@@ -317,6 +322,7 @@ class SweepResult:
         site: str | None = None,
         *,
         recovered: bool = False,
+        effects: bool = False,
         title: str | None = None,
         path: str | PathLike[str] | None = None,
         ax: Any = None,
@@ -328,13 +334,16 @@ class SweepResult:
         Args:
             site: needed only if the sweep has several.
             recovered: draw `recovered` instead of the metric.
+            effects: draw `effects` instead. The label of the colours says what is drawn.
             title, path, ax: as in `midstream.plots.plot_heatmap`.
 
         Returns:
             The Axes.
         """
+        if recovered and effects:
+            raise ParameterError("plot(recovered=True, effects=True): a figure has one of them. Draw two figures.")
         grid, site = self.outline.grid, self._site(site)
-        values_LC = (self.recovered if recovered else self.values)[site]
+        values_LC = (self.effects if effects else self.recovered if recovered else self.values)[site]
         noise_LC, labels = self.is_noise[site], [column.label for column in grid.columns]
         xlabel = ""
         if grid.heads is not None:
@@ -343,26 +352,39 @@ class SweepResult:
                     'A figure of heads needs one column of positions. Sweep one position, or positions="together". Or use result.values.'
                 )
             values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
-            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {labels[0]}"
-        name = "recovered" if recovered else self._metric_name
-        centre = self._baseline(name == "recovered")
-        reach = np.nanmax(np.abs(values_LC - centre), initial=1.0 if name == "recovered" else 1e-6)
+            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {show(labels[0])}"
+        name = "effect" if effects else "recovered" if recovered else self._metric_name
+        is_share = name == "recovered" or (effects and self._has_corrupt)
+        centre = 0.0 if effects else self._baseline(is_share)
+        reach = np.nanmax(np.abs(values_LC - centre), initial=1.0 if is_share else 1e-6)
         layers = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in grid.layers]
         ax = plot_heatmap(
-            values_LC[::-1].copy(),
+            values_LC,
             labels,
-            layers[::-1],
+            layers,
             title=self._title(site) if title is None else title,
             xlabel=xlabel,
-            label=name.replace("_", " "),
+            label=self._label(name),
             cmap="RdBu",
             limits=(centre - reach, centre + reach),
             ax=ax,
         )
-        rows, columns = np.nonzero(noise_LC[::-1])
+        rows, columns = np.nonzero(noise_LC)
         ax.scatter(columns, rows, s=3, color="grey", linewidths=0)
         write_figure(ax.figure, path)
         return ax
+
+    def _label(self, name: str) -> str:
+        """The words for what a figure's colours are."""
+        metric = _METRIC_LABELS.get(self._metric_name, self._metric_name.replace("_", " "))
+        if name == "recovered":
+            return "recovered (0: corrupt, 1: clean)"
+        if name != "effect":
+            return f"{metric} after the patch"
+        if not self._has_corrupt:
+            return f"effect: change of the {metric}"
+        ends = ("corrupt", "clean") if self.outline.direction == "denoising" else ("clean", "corrupt")
+        return f"effect: share of the way from {ends[0]} to {ends[1]}"
 
     def _title(self, site: str) -> str:
         paths = self.outline.paths
@@ -477,6 +499,9 @@ class SweepDifference(SweepResult):
     def _baseline(self, recovered: bool) -> float:
         return 0.0
 
+    def _label(self, name: str) -> str:
+        return f"{super()._label(name)}, first sweep - second"
+
     @property
     def noise_floor(self) -> float:
         return sum(each.noise_floor for each in self._both)
@@ -508,6 +533,7 @@ class _Rest(msgspec.Struct):
     summary: Summary | None
 
 
+_METRIC_LABELS = {"logit_diff": "logit difference", "logprob": "log-probability"}
 NOT_ALIGNED = "the two prompts have different tokens here, and cannot be aligned"
 
 

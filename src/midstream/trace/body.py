@@ -132,6 +132,7 @@ class Body:
         self.journal = Journal() if in_engine else None
         self.visit: Visit | None = None
         self.reads = 0
+        self._written: dict[Key, str] = {}  # the points that its code has asked for, as it wrote them
         self.fetching: Any = None
         self.linked: object | None = None
         self.settled = False
@@ -272,23 +273,32 @@ class Body:
         self._copied.clear()
         self._fetched.clear()
 
-    def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
+    def read(self, key: Key, written: str, view: Callable[[Visit], Any], width: int | None = None) -> Any:
         """The result of `view` for the visit to `key`, or a StageValue if another stage owns that point.
 
-        `width`: the length of the tuple that the value is, if known.
+        Args:
+            written: the value as the user wrote it, such as `attn_z[5]`, for messages.
+            width: the length of the tuple that the value is, if known.
         """
+        self._written[key] = written
         return self._of_its_stage(key, lambda: view(self.at(key)), width)
 
-    def write(self, key: Key, change: Callable[[Visit], None]) -> None:
-        """Let `change` edit the value at `key`, on the stage that owns it."""
+    def write(self, key: Key, written: str, change: Callable[[Visit], None]) -> None:
+        """Let `change` edit the value at `key`, on the stage that owns it. `written`: as for `read`."""
+        self._written[key] = written
         if self.forward.stage.has(key):
             change(self.at(key))
         else:
             self._ask(key)
 
-    def compute(self, path: str, value: Callable[[], Any]) -> Any:
-        """`value()`, which uses the module at `path`, computed on the stage that owns the module."""
+    def compute(self, path: str, written: str, value: Callable[[], Any]) -> Any:
+        """`value()`, which uses the module at `path`, computed on the stage that owns the module. `written`: as for `read`."""
+        self._written[path, CALL] = written
         return self._of_its_stage((path, CALL), value)
+
+    def written(self, key: Key) -> str:
+        """A point of the forward as the user's code wrote it."""
+        return self._written.get(key) or point_name(key)
 
     def _of_its_stage(self, key: Key, value: Callable[[], Any], width: int | None = None) -> Any:
         stage = self.forward.stage
@@ -298,11 +308,10 @@ class Body:
         number, self.reads = self.reads, self.reads + 1
         if owner == stage.index:
             return stage.publish(self.name, number, key, value)
-        called = key[-1] == CALL
-        if not called:
+        if key[-1] != CALL:
             self._ask(key)
         claim = stage.claim(owner, self.name, number)
-        origin = Origin(self.name, number, owner, self.step, called, point_name(key), self.fetch, width, claim=claim)
+        origin = Origin(self.name, number, owner, self.step, key, self.written(key), self.fetch, width, claim=claim)
         return StageValue(origin)
 
     def fetch(self, origin: Origin) -> Any:
@@ -311,11 +320,11 @@ class Body:
         fetch = stage.fetch(origin)
         if not fetch.done or self.forward.peers.several:  # tensor-parallel ranks all wait, or none does
             comes = body.ended or origin.step < body.now or (origin.step == body.now and origin.stage < stage.index)
-            if not comes and origin.called:
-                body._asked, body._reached = (origin.name,), max(body._reached, stage.begin_of(origin.stage))
+            if not comes and origin.key[-1] == CALL:
+                body._asked, body._reached = origin.key, max(body._reached, stage.begin_of(origin.stage))
             body._wait_for(fetch, comes)
         found = stage.received(fetch)
-        if body._asked is not None and origin.name == point_name(body._asked) and origin.step == body.step:
+        if origin.key == body._asked and not origin.ref and origin.step == body.step:
             body._fetched |= {memory_of(tensor) for _, tensor in leaves(found)}
         return found
 
@@ -352,9 +361,7 @@ class Body:
     def _check_order(self, key: Key) -> None:
         last = self.forward.ordinal(key)[1]
         if self._asked is not None and key != self._asked and len(key) != 4 and last <= self._reached:
-            raise self._out_of_order(
-                key, f"{point_name(self._asked)} of step {self.step}", self._asked[-1].endswith(f".{CALL}")
-            )
+            raise self._out_of_order(key, f"{self.written(self._asked)} of step {self.step}", self._asked[-1] == CALL)
 
     def _note(self, key: Key) -> None:
         self._asked, self._reached = key, max(self._reached, self.forward.ordinal(key)[0])
@@ -366,7 +373,7 @@ class Body:
             if called
             else ""
         )
-        return out_of_order(point_name(key), self.step, after, hint)
+        return out_of_order(self.written(key), self.step, after, hint)
 
     def at(self, key: Key) -> Visit:
         """The visit to `key` in the body's step. Waits until the forward reaches it."""
@@ -377,9 +384,11 @@ class Body:
             self._check_order(key)
             self._note(key)
         if self.ended:
-            raise never_reached(point_name(key), step)
+            raise never_reached(self.written(key), step)
         if step < self.now or (step == self.now and self.forward.has_passed(key)):
-            raise self._out_of_order(key, self.forward.where(self.now))
+            reached = self.forward.reached
+            after = "the start" if reached == STEP_START else self.written(reached)
+            raise self._out_of_order(key, f"{after} of step {self.now}")
         self.forward.prepare(key)
         return self._park(key, step)  # type: ignore[no-any-return]
 

@@ -21,7 +21,7 @@ from midstream.arch.detect import Sizes, text_config
 from midstream.arch.heads import is_cut, settings_of
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.hooks import is_in_body
-from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, module_name, point_name, site_of
 from midstream.trace.body import current_body
 from midstream.trace.forward import Forward, ForwardSource, forward_source
 from midstream.trace.parallel import StageValue, real
@@ -46,21 +46,25 @@ def where_layers_are(paths: Iterable[str]) -> str:
     return f" The layers are at model.{container}[0] to [{last}]."
 
 
-def read_point(key: Key) -> Any:
-    """This request's rows of the value at a point of the forward."""
+def read_point(key: Key, written: str) -> Any:
+    """This request's rows of the value at a point of the forward. `written`: as the user writes it."""
     body = current_body()
-    return body.read(key, lambda visit: visit.raw(), body.forward.stage.width_of(key))
+    return body.read(key, written, lambda visit: visit.raw(), body.forward.stage.width_of(key))
 
 
-def write_point(key: Key, value: Any) -> None:
+def write_point(key: Key, written: str, value: Any) -> None:
     """Replace the value at a point."""
-    current_body().write(key, lambda visit: visit.set_raw(real(value)))
+    current_body().write(key, written, lambda visit: visit.set_raw(real(value)))
 
 
 class CallPoints:
-    """`.output`, `.input`, `.inputs` and `.skip` of a module, or of a call inside a forward."""
+    """`.output`, `.input`, `.inputs` and `.skip` of a module, or of a call inside a forward.
+
+    `_written` is the module or the call as the user writes it.
+    """
 
     _key: Key
+    _written: str
     _forward: Forward
 
     def skip(self, value: Any) -> None:
@@ -69,34 +73,37 @@ class CallPoints:
         Use it before the call is made in this step.
         """
         body, key = current_body(), (*self._key, "output")
-        body.write((*self._key, "input"), lambda _: body.forward.override(body.name, key, real(value)))
+        body.write(
+            (*self._key, "input"), f"{self._written}.skip", lambda _: body.forward.override(body.name, key, real(value))
+        )
 
     @property
     def output(self) -> Any:
         """The call's return value, with this request's rows only."""
-        return read_point((*self._key, "output"))
+        return read_point((*self._key, "output"), f"{self._written}.output")
 
     @output.setter
     def output(self, value: Any) -> None:
-        write_point((*self._key, "output"), value)
+        write_point((*self._key, "output"), f"{self._written}.output", value)
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, `(args, kwargs)`."""
-        return read_point((*self._key, "input"))
+        return read_point((*self._key, "input"), f"{self._written}.inputs")
 
     @inputs.setter
     def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        write_point((*self._key, "input"), value)
+        write_point((*self._key, "input"), f"{self._written}.inputs", value)
 
     @property
     def input(self) -> Any:
         """The call's first argument."""
-        return current_body().read((*self._key, "input"), lambda visit: visit.first())
+        return current_body().read((*self._key, "input"), f"{self._written}.input", lambda visit: visit.first())
 
     @input.setter
     def input(self, value: Any) -> None:
-        current_body().write((*self._key, "input"), lambda visit: visit.set_first(real(value)))
+        key, written = (*self._key, "input"), f"{self._written}.input"
+        current_body().write(key, written, lambda visit: visit.set_first(real(value)))
 
 
 def lines_of(name: str, source: str) -> str:
@@ -110,6 +117,7 @@ class SourceCall(CallPoints):
     def __init__(self, forward: Forward, path: str, name: str) -> None:
         self._forward = forward
         self._key = (path, "source", name)
+        self._written = point_name(self._key)
 
     @property
     def source(self) -> InnerSource:
@@ -248,10 +256,11 @@ class ModuleTree:
 class Envoy(CallPoints, ModuleTree):
     """One module of the running model. Its children are attributes or items, as on the module itself."""
 
-    def __init__(self, module: nn.Module | None, path: str, forward: Forward) -> None:
+    def __init__(self, module: nn.Module | None, path: str, forward: Forward, written: str | None = None) -> None:
         self._module: Any = module
         self._path = path
         self._key = (path,)
+        self._written = written or module_name(path)
         self._forward = forward
 
     @property
@@ -264,7 +273,7 @@ class Envoy(CallPoints, ModuleTree):
         if hook:
             raise self._cannot_hook()
         call = self._forward.peers.applied(self._path, self._module)
-        return self._computed(self._path, lambda: self._apart(call, real(args), real(kwargs)))
+        return self._computed(self._path, f"{self._written}(...)", lambda: self._apart(call, real(args), real(kwargs)))
 
     def _cannot_hook(self) -> TraceError:
         name, parts = self._path.rpartition(".")[2] or "model", [each for each in self._children if each.isidentifier()]
@@ -280,14 +289,16 @@ class Envoy(CallPoints, ModuleTree):
             peers.agree(body, "a call apart from the forward")
         return self._forward.apart(body, call, args, kwargs)
 
-    def _computed(self, path: str, value: Callable[[], Any]) -> Any:
+    def _computed(self, path: str, written: str, value: Callable[[], Any]) -> Any:
         """`value()`, which uses the module at `path`, computed on the pipeline stage that owns the module."""
-        return value() if self._forward.stage.size == 1 else current_body().compute(path, value)
+        return value() if self._forward.stage.size == 1 else current_body().compute(path, written, value)
 
     def _child(self, name: str) -> Envoy:
         path = f"{self._path}.{name}" if self._path else name
         here = self._module._modules.get(name) if self._module is not None else None
-        return Envoy(here, path, self._forward)
+        return Envoy(
+            here, path, self._forward, f"{self._written}[{name}]" if name.isdecimal() else f"{self._written}.{name}"
+        )
 
     @property
     def _children(self) -> list[str]:
@@ -301,9 +312,9 @@ class Envoy(CallPoints, ModuleTree):
         if name in children:
             return self._child(name)
         if (path := self._forward.aliases.resolve(self._path, name, self._forward.stage.modules)) is not None:
-            return Envoy(self._forward.modules.get(path), path, self._forward)
+            return Envoy(self._forward.modules.get(path), path, self._forward, f"{self._written}.{name}")
         try:
-            return self._computed(self._path, lambda: self._held(name))
+            return self._computed(self._path, f"{self._written}.{name}", lambda: self._held(name))
         except AttributeError:
             if name in OF_NNSIGHT:
                 return OF_NNSIGHT[name](self)
@@ -349,17 +360,18 @@ class SitePerLayer:
     layers.
     """
 
-    def __init__(self, arch: Architecture, site: str, name: str | None = None) -> None:
+    def __init__(self, arch: Architecture, site: str, name: str) -> None:
         self._arch = arch
         self._site = site
-        self._name = name or site
+        self._name = name
 
     def _at(self, layer: int) -> tuple[Binding, str]:
+        """Where the value is, and the value as the user wrote it."""
         if isinstance(layer, slice):
-            raise TraceError(f"{self._site} is written at one layer at a time: {self._site}[3] = ..., not at a slice.")
-        layer = self._index(layer)
-        layer = range(self._arch.num_layers)[layer] if -self._arch.num_layers <= layer < 0 else layer
-        return self._arch.binding(self._site, layer), f"{self._site}[{layer}]"
+            raise TraceError(f"{self._name} is written at one layer at a time: {self._name}[3] = ..., not at a slice.")
+        given = self._index(layer)
+        layer = range(self._arch.num_layers)[given] if -self._arch.num_layers <= given < 0 else given
+        return self._arch.binding(self._site, layer), f"{self._name}[{given}]"
 
     def _index(self, layer: Any) -> int:
         try:
@@ -373,12 +385,12 @@ class SitePerLayer:
     def __getitem__(self, layer: int | slice) -> Any:
         if isinstance(layer, slice):
             return [self[each] for each in range(len(self))[layer]]
-        binding, _ = self._at(layer)
-        return current_body().read((binding.path, binding.kind), lambda visit: visit.site(binding))
+        binding, written = self._at(layer)
+        return current_body().read(binding.key, written, lambda visit: visit.site(binding))
 
     def __setitem__(self, layer: int, value: torch.Tensor) -> None:
-        binding, name = self._at(layer)
-        current_body().write((binding.path, binding.kind), lambda visit: visit.set_site(binding, real(value), name))
+        binding, written = self._at(layer)
+        current_body().write(binding.key, written, lambda visit: visit.set_site(binding, real(value), written))
 
     def __len__(self) -> int:
         return self._arch.num_layers
@@ -393,15 +405,15 @@ class AttentionProbabilities(SitePerLayer):
     """
 
     def __init__(self, arch: Architecture, forward: Forward) -> None:
-        super().__init__(arch, "attn_q", "attention_probabilities")
+        super().__init__(arch, "attn_q", "model.attention_probabilities")
         self._forward = forward
 
     def __getitem__(self, layer: int | slice) -> Any:
         if isinstance(layer, slice):
             return [self[each] for each in range(len(self))[layer]]
-        binding, _ = self._at(layer)
+        binding, written = self._at(layer)
         keys = self._arch.binding("attn_k", range(len(self))[self._index(layer)])
-        return current_body().read((binding.path, binding.kind), lambda visit: self._computed(visit, binding, keys))
+        return current_body().read(binding.key, written, lambda visit: self._computed(visit, binding, keys))
 
     def __setitem__(self, layer: Any, value: Any) -> None:
         raise TraceError(
@@ -445,22 +457,22 @@ def _mask_of(mask: torch.Tensor | None, rows: Any, place: int) -> torch.Tensor |
     return mask[min(rows.index + place, len(mask) - 1), :, rows.pad :, rows.pad :]
 
 
-def _site_property(site: str) -> property:
+def _site_property(site: str, name: str) -> property:
     def get(self: ModelEnvoy) -> torch.Tensor:
         binding = self._arch.binding(site)
-        return current_body().read((binding.path, binding.kind), lambda visit: visit.site(binding))
+        return current_body().read(binding.key, f"model.{name}", lambda visit: visit.site(binding))
 
     def put(self: ModelEnvoy, value: torch.Tensor) -> None:
-        binding = self._arch.binding(site)
-        current_body().write((binding.path, binding.kind), lambda visit: visit.set_site(binding, real(value), site))
+        binding, written = self._arch.binding(site), f"model.{name}"
+        current_body().write(binding.key, written, lambda visit: visit.set_site(binding, real(value), written))
 
     return property(get, put, doc=f"The site `{site}`, `[tokens, hidden]`.")
 
 
 def _last_property(name: str, doc: str) -> property:
     """The property of a value that is computed after the forward."""
-    key = "", name
-    return property(lambda _: read_point(key), lambda _, value: write_point(key, value), doc=doc)
+    key, written = ("", name), f"model.{name}"
+    return property(lambda _: read_point(key, written), lambda _, value: write_point(key, written, value), doc=doc)
 
 
 def inside(name: str) -> TraceError:
@@ -485,7 +497,7 @@ class Generator:
 class _Streamer(Generator):
     @property
     def output(self) -> Any:
-        return read_point(("", "samples"))
+        return read_point(("", "samples"), "model.generator.streamer.output")
 
 
 class ModelEnvoy(Envoy, Sizes):
@@ -527,14 +539,14 @@ class ModelEnvoy(Envoy, Sizes):
         "samples",
         "The token sampled in this step, `[1]`, integer. Write another token here to continue the request with it.",
     )
-    token_embeddings = _site_property("embed")
-    embed = _site_property("embed")
-    final_norm = _site_property("final_norm")
+    token_embeddings = _site_property("embed", "token_embeddings")
+    embed = _site_property("embed", "embed")
+    final_norm = _site_property("final_norm", "final_norm")
 
     def __getattr__(self, name: str) -> Any:
         site = site_of(name)
         if site in LAYER_SITES:
-            return SitePerLayer(self._arch, site)
+            return SitePerLayer(self._arch, site, f"model.{name}")
         if name in ("trace", "run", "generate", "record", "edit"):
             raise inside(name)
         return super().__getattr__(name)
@@ -578,7 +590,9 @@ class ModelEnvoy(Envoy, Sizes):
         if not isinstance(hidden, StageValue) and hidden.shape[-1] != self.hidden_size:
             raise ShapeError(f"project_on_vocab takes [n, {self.hidden_size}]; {list(hidden.shape)} was given.")
         norm = self._arch.binding("final_norm")  # raises a clear error if there is none
-        return self._computed(norm.path, lambda: self._apart(self._unembed, (real(hidden),), {}))
+        return self._computed(
+            norm.path, "model.project_on_vocab(...)", lambda: self._apart(self._unembed, (real(hidden),), {})
+        )
 
     def steer(
         self,

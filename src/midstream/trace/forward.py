@@ -108,9 +108,10 @@ class Forward:
             return True
         return key != self._firing and len(key) != 4 and self.ordinal(key)[1] <= self._position
 
-    def where(self, step: int) -> str:
-        """The position of the forward, for messages."""
-        return f"{point_name(self._point)} of step {step}" if self._point != STEP_START else f"the start of step {step}"
+    @property
+    def reached(self) -> Key:
+        """The point where traces last ran, or STEP_START."""
+        return self._point
 
     def is_live(self, value: torch.Tensor) -> bool:
         """Whether `value` shares memory with an activation of this step."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
 from midstream.hooks import is_in_body
-from midstream.sites import Key, point_name
+from midstream.sites import Key, module_name, point_name
 from midstream.trace.body import BARRIER, FETCH, Body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
 from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan
@@ -66,7 +66,7 @@ class Interleaver(Forward):
                 )
                 body.resume(error=BarrierError(text))
             else:
-                text = f"{point_name(key)} of step {step} was never reached: the request ended after step {body.now}."
+                text = f"{body.written(key)} of step {step} was never reached: the request ended after step {body.now}."
                 body.resume(error=error or NeverReachedError(text))
         self.peers.show()
         self._clean_up()
@@ -185,10 +185,10 @@ class Interleaver(Forward):
             elif key in (STEP_START, BARRIER) or step != body.now:
                 return
             else:
-                body.resume(error=NeverReachedError(self._why_never(key, step)))
+                body.resume(error=NeverReachedError(self._why_never(body.written(key), key, step)))
 
-    def _why_never(self, key: Key, step: int) -> str:
-        text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
+    def _why_never(self, written: str, key: Key, step: int) -> str:
+        text = f"{written} of step {step} was never reached: the forward pass ended without it."
         if len(key) == 4:
             inner = self.source.calls_in(key[0], key[2].rpartition(".")[0])
             if inner and key[2].rpartition(".")[2] not in inner:
@@ -200,7 +200,7 @@ class Interleaver(Forward):
         if key[:2] not in self.order and key not in LAST_POINTS:
             is_head = key[1] == "output" and key[0].endswith(("lm_head", "embed_out"))
             instead = "use model.logits" if is_head else "print(model) lists the modules"
-            return text + f" `{key[0]}` is not called in this model's forward; {instead}."
+            return text + f" `{module_name(key[0])}` is not called in this model's forward; {instead}."
         return text
 
     def _file(self, body: Body) -> None:
@@ -257,7 +257,7 @@ class Interleaver(Forward):
         """Raise NeverReachedError in a body that waits for a point inside a module that its request skips in this step."""
         if (path := self._skipper(body.name, key)) is None:
             return False
-        text = f"{point_name(key)} of step {body.now} was never reached: {path} is skipped."
+        text = f"{body.written(key)} of step {body.now} was never reached: {module_name(path)} is skipped."
         while body.parked == (key, body.now):  # again, if its code catches the error and asks again
             body.resume(error=NeverReachedError(text))
         self._file(body)

@@ -180,8 +180,8 @@ class Origin(NamedTuple):
         number: counts the reads of that trace; the same on every stage.
         stage: the stage that owns the value.
         step: the step in which it was read.
-        called: whether a module computed it for the trace, outside of the forward.
-        name: as a user would write it.
+        key: the point of the forward, or `(path, CALL)` if a module computed it for the trace, outside of the forward.
+        name: as the user wrote it.
         fetch: fetches the value for the body that is running.
         width: length of the tuple that it is; None if it is not known to be a tuple.
         ref: the part of the value that is meant.
@@ -192,7 +192,7 @@ class Origin(NamedTuple):
     number: int
     stage: int
     step: int
-    called: bool
+    key: Key
     name: str
     fetch: Callable[[Origin], Any]
     width: int | None = None

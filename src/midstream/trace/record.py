@@ -404,15 +404,15 @@ class RecordedBody(Body):
         if self._visit is not None and self._visit.key == key and not self.ended:
             return self._visit
         if self.ended:
-            raise never_reached(point_name(key), self.step)
+            raise never_reached(self.written(key), self.step)
         if key in LAST_POINTS:
             first = last = LAST_POINTS[key]
         elif key in self._model.at:
             first, last = self._model.arch.order[key[0], key[1]]
         else:
-            self.notes.end(f"{point_name(key)} is not the value of a site")
+            self.notes.end(f"{self.written(key)} is not the value of a site")
         if last <= self._position:
-            self.notes.end(f"{point_name(key)} is asked for out of the forward's order")
+            self.notes.end(f"{self.written(key)} is asked for out of the forward's order")
         self.leave()
         self._position = max(self._position, first)
         self._visit = _RecordedVisit(self, key, self._model)

@@ -13,6 +13,7 @@ import secrets
 import selectors
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -187,12 +188,14 @@ class EngineConnection:
         return await results if self.is_async else results
 
     async def _load_adapter(self, adapter: Any) -> None:
-        failures = await self.call_workers("midstream_load_adapter", msgspec.msgpack.encode(adapter))
-        if reason := next(filter(None, failures), None):
+        answers = await self.call_workers("midstream_load_adapter", msgspec.msgpack.encode(adapter))
+        if reason := next((failure for failure, _ in answers if failure), None):
             raise ParameterError(
                 f"lora_request: vLLM cannot load the adapter {adapter.lora_name!r} from {adapter.lora_path}: {reason}",
                 field="lora_request",
             )
+        for text in dict.fromkeys(warning for _, warning in answers if warning):
+            warnings.warn(text, UserWarning, stacklevel=2)
 
     async def start(self) -> None:
         """Connect the workers. To be called before the first request."""

@@ -175,11 +175,14 @@ function noteOf(pair, name) {
   return PROMPTS.includes(name) ? noteOfPrompt(pair, name, found) : noteOfToken(pair, name, found);
 }
 
+/** Whether every pair needs a foil. */
+const needsFoil = () => rules().metric === "logit_diff" || (pairs.length > 1 && pairs.some(({ texts }) => texts.foil));
+
 function missingOf(name) {
   if (PROMPTS.includes(name)) return "Enter a prompt.";
   if (name === "answer") return "Enter an answer of one token.";
   if (rules().metric === "logit_diff") return "The logit difference needs a foil.";
-  return pairs.some(({ texts }) => texts.foil) ? "Another pair has a foil, so this one needs a foil, too." : "";
+  return needsFoil() ? "Another pair has a foil, so this one needs a foil, too." : "";
 }
 
 /** With columns of tokens, all patched prompts need one length, as in `columns` of midstream/sweeps/request.py. */
@@ -224,6 +227,7 @@ export function showPairs() {
     if (find(name).value !== chosen.texts[name]) find(name).value = chosen.texts[name];
     note(name, ...noteOf(chosen, name));
   }
+  find("foil-need").textContent = needsFoil() ? "required" : "optional";
   for (const name of PROMPTS) showChips(name);
   for (const name of TOKENS) find(`${name}-space`).hidden = !chosen.read(name)?.needsSpace;
 }

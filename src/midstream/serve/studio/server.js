@@ -45,6 +45,10 @@ export async function ask(path, options) {
 
 async function errorOf(response) {
   const body = await response.json().catch(() => ({}));
+  if ([401, 403].includes(response.status) && key.get()) {
+    const { message, param } = response.status === 403 ? failure(body.error ?? body.detail ?? "", 403) : {};
+    return new ServerError(["This API key was refused.", message].filter(Boolean).join(" "), response.status, param ?? "key");
+  }
   if (response.status === 401) return new ServerError("The server asks for an API key.", 401, "key");
   return failure(body.error ?? body.detail, response.status);
 }

@@ -38,7 +38,7 @@ function textOf(bytes) {
 
 /** A token's text with marks in place of white space and control characters. */
 export function visible(text) {
-  const marks = { " ": "·", "\n": "↵", "\t": "⇥", "\u007f": "␡" };
+  const marks = { " ": "␣", "\n": "↵", "\t": "⇥", "\u007f": "␡" };
   const mark = (each) => marks[each] ?? String.fromCharCode(0x2400 + each.charCodeAt(0));
   return text.replace(/[\u0000-\u0020\u007f]/g, mark) || "∅";
 }

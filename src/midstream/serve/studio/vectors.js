@@ -1,6 +1,6 @@
 // The server's named vectors: uploaded, made from two prompts, and listed in the tabs that use them.
 
-import { find, make, note } from "./dom.js";
+import { find, make, note, significant } from "./dom.js";
 import { requestOf } from "./generation.js";
 import { ask, respond } from "./server.js";
 
@@ -12,10 +12,11 @@ export function listen(...given) {
   find("make").addEventListener("click", makeVector);
 }
 
-/** List the server's vectors and SAEs in each form. `chosen`: the name of a vector to choose. */
+/** List the server's vectors and SAEs in each form. `chosen`: the name of a vector to choose. Without vectors, open the form that makes one. */
 export async function listSources(chosen) {
   const [{ vectors }, { saes }] = await Promise.all(["vectors", "saes"].map((each) => ask(`v1/midstream/${each}`)));
   for (const form of forms) form.list({ vectors, saes }, chosen);
+  if (!Object.keys(vectors).length) find("making").open = true;
 }
 
 /** Fill a select with these options, and choose one, or else keep the choice. */
@@ -60,7 +61,7 @@ async function upload() {
   find("upload").value = ""; // else the same file could not be chosen again
 }
 
-/** The difference of two prompts' activations after their last token, at the site and the layer of the open form. */
+/** The difference of two prompts' activations after their last token, at the site and the layer of the open form; its direction if asked. */
 async function makeVector() {
   const [more, less, name] = ["more", "less", "name"].map((field) => find(field).value);
   const { site, layer } = forms.find(({ panel }) => !find(panel).hidden).place();
@@ -70,10 +71,13 @@ async function makeVector() {
   note("making", "Reading both prompts…");
   try {
     const [high, low] = await Promise.all([more, less].map((text) => rowOf(text, capture)));
-    const file = safetensors(name, high.map((value, i) => value - low[i]));
+    const difference = high.map((value, i) => value - low[i]);
+    const length = Math.hypot(...difference);
+    if (!length) return note("making", "Both prompts have the same activations here, so there is no vector between them.", "error");
+    const file = safetensors(name, find("unit").checked ? difference.map((value) => value / length) : difference);
     await respond("v1/midstream/vectors", { body: file });
     await listSources(name);
-    note("making", `Made ${name} from ${site} of layer ${layer}.`, "good");
+    note("making", `Made ${name} from ${site} of layer ${layer}. The difference has length ${significant(length)}.`, "good");
   } catch (error) {
     note("making", error.message, "error");
   }
