@@ -89,8 +89,9 @@ def _codes(code: types.CodeType, values: list[Any], known: Mapping[str, Any]) ->
             value, owner = objects.pop()
             while isinstance(value, functools.partial):
                 value = value.func
-            if isinstance(value, types.MethodType):
-                value, owner = value.__func__, value.__self__
+            function = getattr(value, "__func__", None) if isinstance(value, types.MethodType) else None
+            if function is not None:
+                value, owner = function, getattr(value, "__self__", None)
             is_function = isinstance(value, types.FunctionType)
             key = id(value), id(owner) if is_function else id(code)
             if key in seen or isinstance(value, torch.Tensor):
