@@ -138,6 +138,19 @@ def test_a_prompt_beyond_the_positions_of_the_model_warns(model: LanguageModel) 
         model.run(lambda m: m.logits, [5] * most)
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("bad", [*BAD, "too long"])
+def test_an_engine_names_the_bad_prompt(engine: Any, bad: str) -> None:
+    """On `VLLM`, and with `--remote` on `Remote`."""
+    prompt, said = BAD.get(bad, ([5] * 600, "600 tokens; this model takes prompts of up to 511 tokens"))
+    if bad == "out of the vocabulary":
+        prompt, said = [5, 10**6], "token id 1000000; this model's are 0 to"
+    for call in ("generate", "run", "trace"):
+        with pytest.raises(PromptError) as raised:
+            CALLS[call](engine, [GOOD, prompt, OTHER])
+        raised.match(rf"^prompts\[1\]: .*{said}")
+
+
 # Leaving them out.
 
 LONG = list(itertools.islice(itertools.cycle(range(5, 300)), tiny_models.MAX_POSITIONS + 3))
