@@ -793,7 +793,7 @@ def test_requests_end_with_the_tokens_that_the_client_has_seen(engine: VLLM, tmp
 @pytest.mark.engine
 def test_a_prompt_that_is_too_long_is_told_by_its_id(engine: VLLM, tmp_path: Path) -> None:
     with pytest.raises(
-        PromptError, match="The prompt 'b' has 600 tokens; the engine's max_model_len leaves room for 511"
+        PromptError, match=r"prompts\[1\], with the id 'b': The prompt has 600 tokens; .* up to 511 tokens"
     ):
         engine.collect([[1, 2], [1] * 600], plan=LAST, to=tmp_path / "rows", ids=["a", "b"])
     assert not (tmp_path / "rows").exists()

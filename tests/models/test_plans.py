@@ -318,9 +318,7 @@ def test_a_recorded_run_moves_the_answer(model: Any, plain: Plain) -> None:
     close(output.captures["resid_post", 7], plain.run(FRANCE, {("resid_post", 3): both}).sites["resid_post", 7])
     with pytest.raises(PlanError, match=r"source_position is one position, and Span.* is 2 tokens, at \[1, 2\]"):
         model.generate(FRANCE, plan=replace(patch, source_position=-1), **GREEDY)
-    with pytest.raises(
-        PromptError, match=r"record takes one prompt, and a list of 2 was given\. Call it once for each\."
-    ):
+    with pytest.raises(PromptError, match=r"record runs one prompt; 2 were given\. Call it once for each\."):
         model.record([ITALY, FRANCE], sites=["resid_post"])
     model.runs.delete("italy")
 

@@ -17,6 +17,7 @@ from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.lowering.tiers import Lowering, explained, lower_trace
 from midstream.plan.values import ModelFacts, Plan
+from midstream.requests.arguments import check_ids
 from midstream.requests.invokes import Invoke, token_ids
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
@@ -246,7 +247,9 @@ class DescribedModel(TraceModel):
         ]
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
-        return token_ids(invoke, lambda: self.tokenizer, self._architectures)
+        ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
+        check_ids(ids, self.vocab_size, self.longest_prompt)
+        return ids
 
     def _lower(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode) -> Lowering:
         """How the traces of invokes can run. `prompts`: their token ids; `code`: of the traces."""

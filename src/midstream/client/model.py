@@ -17,7 +17,7 @@ from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.capture.listing import Listing
 from midstream.capture.loading import Activations, Asked
-from midstream.client.collecting import Collection, Estimate
+from midstream.client.collecting import Collection, Estimate, PromptCheck
 from midstream.client.tracing import EditContext, Session, Tracer, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.hooks import is_in_body
@@ -33,6 +33,8 @@ from midstream.requests.arguments import (
     adapter_in,
     adapters_of,
     answers_of,
+    numbered,
+    one_prompt,
     plans_of,
     prompt_in,
     prompts_of,
@@ -131,6 +133,27 @@ class TraceModel(Sizes):
     def longest_prompt(self) -> int | None:
         """In tokens; None if it is not bounded."""
         return None
+
+    @property
+    def trained_length(self) -> int | None:
+        """The most tokens of a prompt that the model was made for; None if it is unknown."""
+        return self.longest_prompt
+
+    def _token_ids(self, invoke: Invoke) -> list[int]:
+        """The token ids of its prompt. Raises PromptError for a prompt that this model cannot take."""
+        raise NotImplementedError
+
+    def ids_of(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of each prompt. Raises PromptError, with the number of the prompt if there are several."""
+        return self._all_token_ids([Invoke(prompt, None) for prompt in prompts])
+
+    def _all_token_ids(self, invokes: Sequence[Invoke]) -> list[list[int]]:
+        """The token ids of each invoke's prompt. Raises PromptError, with the number of the prompt if there are several."""
+        found = []
+        for number, invoke in enumerate(invokes):
+            with numbered(number if len(invokes) > 1 else None):
+                found.append(self._token_ids(invoke))
+        return found
 
     # Shared by the models.
 
@@ -392,6 +415,7 @@ class TraceModel(Sizes):
         shard_bytes: int | None = None,
         limit_bytes: int | None = None,
         skip_special_tokens: bool = False,
+        on_bad: Literal["raise", "skip", "truncate"] = "raise",
         progress: bool | None = None,
         **params: Any,
     ) -> Any:
@@ -411,6 +435,10 @@ class TraceModel(Sizes):
                 left for another call. Rows of generated tokens count as if each prompt generated `max_tokens`.
             skip_special_tokens: leave out the rows of special tokens of the prompt, such as `<s>`; those that
                 `tokenizer.decode(skip_special_tokens=True)` leaves out. The rows of generated tokens stay.
+            on_bad: what to do with prompts that the model cannot take: empty ones, longer ones than it takes (on `LanguageModel`, than its
+                `max_position_embeddings`), token ids out of its vocabulary, and values that are no prompts. "raise": raise PromptError
+                before anything runs. "skip": leave them out. "truncate": keep the first tokens of those that are too long, and leave out
+                the others. `bad` of the returned store has the number of each such prompt, and why; their counts are logged.
             progress: as in `generate`. The bar counts the prompts that the directory lacks, and shows rows and bytes per second. Rows of
                 generated tokens count as for `limit_bytes`.
             params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts: a directory contains
@@ -428,8 +456,8 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = self._collection(
-            "collect", prompts_of(prompts)[0], params, plan=plan, to=to, ids=ids, shard_bytes=shard_bytes,
-            limit_bytes=limit_bytes, skip_special_tokens=skip_special_tokens,
+            "collect", prompts_of(prompts, checked=on_bad == "raise")[0], params, plan=plan, to=to, ids=ids, shard_bytes=shard_bytes,
+            limit_bytes=limit_bytes, skip_special_tokens=skip_special_tokens, on_bad=on_bad,
         )  # fmt: skip
         try:
             return self._finish(self._collect(collection, progress))
@@ -545,6 +573,7 @@ class TraceModel(Sizes):
         when: str = "before",
         dtype: Any = None,
         buffer_rows: int | None = None,
+        on_bad: Literal["raise", "skip", "truncate"] = "raise",
         **params: Any,
     ) -> Activations:
         """Batches of rows for training, without a disk: the model runs the prompts while you train.
@@ -563,6 +592,7 @@ class TraceModel(Sizes):
             plan: interventions for all prompts, in addition to the captures.
             dtype: of the batches; None for the model's.
             buffer_rows: rows that are mixed with each other: 16 batches if None. Twice as many are in memory.
+            on_bad: as in `collect`. `bad` of the activations has the number of each prompt that was left out or cut so far, and why.
             params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts.
 
         Raises:
@@ -586,10 +616,11 @@ class TraceModel(Sizes):
                     f"plan, or model.plan, has a Capture of {capture.site}, whose rows would be among those of the batches. Leave it out.",
                     field="plan",
                 )
-        prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts)[0]
+        check = PromptCheck(self, on_bad)
+        prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts, checked=on_bad == "raise")[0]
         options = {"positions": positions, "dtype": dtype}
         captures = [Capture(name, layers=number, when=when, **options) for name, number, when in asked.planes]
-        return Activations(self.generate, prompts, asked, Plan.of(captures) + plan, epochs, sampled)
+        return Activations(self.generate, prompts, asked, Plan.of(captures) + plan, epochs, sampled, check)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
@@ -637,16 +668,12 @@ class TraceModel(Sizes):
             A handle. Awaitable with `mode="async"`.
 
         Raises:
+            PromptError: it is not one prompt, or this model cannot take it.
             PlanError: there is no such site, layer or position, or no room for the run.
-            PromptError: `prompt` is not one prompt.
             ParameterError: the adapter is not one, or cannot be loaded.
         """
-        prompts, single = prompts_of(prompt)
-        if not single:
-            text = f"record takes one prompt, and a list of {len(prompts)} was given. Call it once for each."
-            raise PromptError(text, field="prompt")
         own = self._adapter_alone(adapter, "record")
-        asked = RunRequest(prompts[0], sites, layers, positions, name, own)
+        asked = RunRequest(one_prompt(prompt, "record"), sites, layers, positions, name, own)
         return self._finish(self._recording(asked))  # type: ignore[no-any-return]
 
     def _recording(self, asked: RunRequest) -> Coroutine[Any, Any, RecordedRun]:

@@ -331,13 +331,9 @@ def engine_prompt(token_ids: Sequence[int], text: str | None, salt: str | None) 
 
 def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool) -> None:
     """Raise PromptError for prompts that cannot be traced in one step; `prompts` has one for each sample."""
-    scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+    scheduler = config.scheduler_config
     budget = scheduler.max_num_batched_tokens
     for ids in prompts:
-        if len(ids) >= longest:
-            raise PromptError(
-                f"The prompt has {len(ids)} tokens; with max_model_len={longest} there is room for {longest - 1}."
-            )
         if len(ids) > budget:
             raise PromptError(
                 f"A traced prompt is computed in one step, and this one has {len(ids)} tokens; a step takes {budget}. "

@@ -21,7 +21,7 @@ from midstream import errors
 from midstream.capture.consumers import Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
+from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError, about
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import nearest
@@ -32,7 +32,7 @@ from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
-from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, encode, engine_params
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, numbered
 from midstream.requests.invokes import (
     Called,
     Invoke,
@@ -544,8 +544,8 @@ class Remote(DescribedModel):
             "answer": asked.answer,
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
-            "clean": list(map(self._prompt_data, asked.clean)),
-            "corrupt": None if asked.corrupt is None else list(map(self._prompt_data, asked.corrupt)),
+            "clean": self._all_prompt_data("clean", asked.clean),
+            "corrupt": None if asked.corrupt is None else self._all_prompt_data("corrupt", asked.corrupt),
             "positions": _sweep_positions(asked.positions),
             "metric": metric,
             "foil": foil,
@@ -554,14 +554,28 @@ class Remote(DescribedModel):
         return RemoteSweep(self._connection, route, given, asked.metric, self._is_async)
 
     def _prompt_data(self, prompt: Prompt) -> str | list[int]:
-        """The prompt in the form for the server."""
-        return prompt if isinstance(prompt, str) else encode(prompt, lambda: self.tokenizer)
+        """The prompt in the form for the server. Raises PromptError for a prompt that its model cannot take."""
+        with contextlib.suppress(UnicodeEncodeError):  # `ids_of` says where
+            if isinstance(prompt, str) and 0 < len(prompt.encode()) <= self.longest_prompt:
+                return prompt  # no token is shorter than a byte
+        (ids,) = self.ids_of([prompt])
+        return prompt if isinstance(prompt, str) else ids
+
+    def _all_prompt_data(self, name: str, prompts: Sequence[Prompt]) -> list[str | list[int]]:
+        """The prompts of a sweep's argument, in the form for the server. Raises PromptError with the number of the prompt."""
+        found = []
+        for number, prompt in enumerate(prompts):
+            with about(name), numbered(number if len(prompts) > 1 else None):
+                found.append(self._prompt_data(prompt))
+        return found
 
     # Running.
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
-        invokes = [replace(invoke, prompt=self._prompt_data(invoke.prompt)) for invoke in self._with_plan(invokes)]
-        invokes = self._with_programs(invokes)
+        invokes = self._with_programs(self._with_plan(invokes))
+        for number, invoke in enumerate(invokes):
+            with numbered(number if len(invokes) > 1 else None):
+                invokes[number] = replace(invoke, prompt=self._prompt_data(invoke.prompt))
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         forwarders = [self._forwarders(part) for part in parts]
@@ -623,7 +637,7 @@ class Remote(DescribedModel):
         self, invokes: Sequence[Invoke], code: ShippedCode, together: bool
     ) -> tuple[Lowering, list[list[int]]]:
         """How the traces run, and the prompts' token ids."""
-        prompts, given = list(map(self._token_ids, invokes)), [invoke.plan for invoke in invokes]
+        prompts, given = self._all_token_ids(invokes), [invoke.plan for invoke in invokes]
         lowering = self._lower(invokes, prompts, code)
         streams = self._is_async and any(invoke.is_streamed for invoke in invokes)
         if together or streams or any(invoke.params.get("n", 1) > 1 for invoke in invokes):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 
 from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
-from midstream.requests.arguments import encode, spaced_answers, with_spaced
+from midstream.requests.arguments import spaced_answers, with_spaced
 from midstream.sweeps.request import SweepRequest, graded, one_of, spaces_missing
 from midstream.sweeps.results import dataframe
 
@@ -153,7 +154,7 @@ def _pairs(model: Any, asked: SweepRequest) -> list[tuple[list[int], list[int]]]
     found = []
     for name in ("clean", "corrupt"):
         with about(name):
-            found.append([encode(prompt, lambda: model.tokenizer) for prompt in getattr(asked, name)])
+            found.append(model.ids_of(getattr(asked, name)))
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         if len(one) != len(other):
             text = (
@@ -248,7 +249,7 @@ def _scores(
             changes += [*_by_head(adds, at_corrupt.z_TND[layer] - at_clean.z_TND[layer])]
             changes.append(at_corrupt.mlp_TH[layer] - at_clean.mlp_TH[layer])
     with torch.inference_mode(False), torch.enable_grad():
-        gradients = model.run(lambda model: _gradients(model, tokens), clean)
+        gradients = model.run(partial(_gradients, tokens=tokens), clean)
     changes_SX, gradients_RX = (
         torch.stack([each.detach().float().flatten() for each in values]) for values in (changes, gradients)
     )

@@ -35,10 +35,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PlanError, PromptError, about
+from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PlanError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests.arguments import Answers, Prompt, encode, offsets_of, spaced_answers, with_spaced
+from midstream.requests.arguments import Answers, Prompt, offsets_of, spaced_answers, with_spaced
 from midstream.requests.invokes import Invoke, InvokeResult
 from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
 from midstream.sweeps.events import (
@@ -99,11 +99,11 @@ class SweepRun:
         """The outline of the sweep. Makes all checks that need no request."""
         model, asked = self._model, self.asked
         with about("clean"):
-            clean = [self._tokens(prompt) for prompt in asked.clean]
+            clean = [*map(self._tokens, asked.clean, model.ids_of(asked.clean))]
         corrupt: list[Any] = [None] * len(clean)
         if asked.corrupt is not None:
             with about("corrupt"):
-                corrupt = [self._tokens(prompt) for prompt in asked.corrupt]
+                corrupt = [*map(self._tokens, asked.corrupt, model.ids_of(asked.corrupt))]
         self._bases: list[Any] = clean
         self._others: list[Any] = corrupt
         if asked.direction == "denoising":
@@ -151,10 +151,7 @@ class SweepRun:
                     patch = Patch(site, layer=layer, position=0, source="zeros")
                     self._model.planner.check(Plan(self._model.plan.edits) + patch)
 
-    def _tokens(self, prompt: Prompt) -> Tokens:
-        ids = encode(prompt, lambda: self._model.tokenizer)
-        if self._model.longest_prompt is not None and len(ids) > self._model.longest_prompt:
-            raise PromptError(f"A prompt has {len(ids)} tokens; this model takes {self._model.longest_prompt}.")
+    def _tokens(self, prompt: Prompt, ids: list[int]) -> Tokens:
         texts = [self._model.tokenizer.decode([token]) for token in ids]
         return Tokens(ids, texts, functools.cache(lambda: offsets_of(prompt, ids, self._model.tokenizer)))
 

@@ -226,7 +226,7 @@ class VLLM(DescribedModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
-        prompts = list(map(self._token_ids, invokes))
+        prompts = self._all_token_ids(invokes)
         code = self._code(invokes)
         lowering = None
         if code is not None and self._connection.is_described:
