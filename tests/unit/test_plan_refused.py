@@ -348,6 +348,7 @@ def engine_config() -> Any:
         parallel_config=SimpleNamespace(worker_cls=WORKER),
         kv_transfer_config=None,
         speculative_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(hf_text_config=text, get_hidden_size=lambda: 256, dtype=torch.float32),
     )
 

@@ -44,7 +44,7 @@ from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
 from midstream.serve.gate import Gate, RequestRefused
 from midstream.serve.plugin import Plugin, RunToRecord
 from midstream.serve.requests import check_quota
-from midstream.serve.sweeps import SweepToRun
+from midstream.serve.sweeps import PathsToPatch, SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
 from midstream.sweeps.running import SweepTurns
 
@@ -583,6 +583,7 @@ def test_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.M
         (SweepToRun, {"clean": [[None]] * 100_000, "answer": 1}),
         (SweepToRun, {"clean": "a", "answer": [None] * 100_000}),
         (SweepToRun, {"clean": "a", "answer": 1, "positions": {"a": [None] * 100_000}}),
+        (PathsToPatch, {"clean": "a", "answer": 1, "receivers": [[None, None]] * 1000}),
         (RunToRecord, {"prompt": [None] * 100_000, "sites": [None] * 100_000, "layers": [None] * 100_000}),
     ],
 )

@@ -325,6 +325,11 @@ class DescribedModel(TraceModel):
         return self.description["num_layers"]
 
     @property
+    def device_type(self) -> str:
+        """The type of the engine's devices, as in "cuda"."""
+        return self.description["device"].partition(":")[0]
+
+    @property
     def hidden_size(self) -> int:
         """The width of the residual stream."""
         return self.description["hidden_size"]

@@ -67,7 +67,7 @@ __all__ = [
     "When",
     "Zeros",
     "check",
-    "check_strangers",
+    "count_of",
     "counted_from_0",
     "has_spans",
     "not_finite",
@@ -77,6 +77,7 @@ __all__ = [
 
 SITE_ORDER = {site: i for i, site in enumerate(LAYER_SITES)}
 MAX_EDITS = 1 << 14
+_TEXT = json.JSONEncoder(sort_keys=True)
 MAX_PLACED_EDITS = 1 << 16
 
 
@@ -227,6 +228,12 @@ class Plan:
         Raises:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
         """
+        key, known = (num_layers, prompt_length), self.__dict__.get("_normal")
+        if known is None or known[0] != key:  # the keys of KV blocks and the tables need the same one
+            known = self.__dict__["_normal"] = key, self._made_normal(*key)
+        return known[1]  # type: ignore[no-any-return]
+
+    def _made_normal(self, num_layers: int | None, prompt_length: int | None) -> Plan:
         if num_layers and any(item.at_layers[0] < 0 for item in self.interventions if item.at_layers != "all"):
             return counted_from_0(self, num_layers).normal(num_layers, prompt_length)
         probes = [probe.placed(prompt_length) for probe in sorted(self.probes, key=lambda probe: probe.name)]
@@ -311,7 +318,7 @@ def _point(item: Intervention) -> tuple[int, int]:
 def encoded(item: Intervention) -> str:
     """All fields of an intervention as text, for comparing and hashing."""
     values = [_encoded(name, getattr(item, name)) for name in field_names(type(item))]  # type: ignore[arg-type]
-    return json.dumps([item.kind, *values, *([item.final] if item.final is not None else [])], sort_keys=True)
+    return _TEXT.encode([item.kind, *values, *([item.final] if item.final is not None else [])])
 
 
 def _encoded(field: str, value: Any) -> Any:
@@ -369,7 +376,8 @@ def resolve_spans(plan: Plan, text: str, offsets: Sequence[tuple[int, int]]) -> 
             tokens without text, such as the one that begins the sequence.
 
     Raises:
-        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it.
+        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it; or a `Patch` has another number of source
+            positions than the text has tokens.
     """
     return Plan(tuple(_resolved(item, text, offsets) for item in plan.interventions))
 
@@ -380,8 +388,9 @@ def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]])
         return item
     if item.parts:
         return item.with_parts(lambda part: _resolved(part, text, offsets))
-    found: Any = {field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
-    return dataclasses.replace(item, **found)  # type: ignore[type-var]
+    return item.with_places(
+        **{field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
+    )
 
 
 def counted_from_0(plan: Plan, num_layers: int) -> Plan:
@@ -479,24 +488,6 @@ def check(
         _check_further(item, layers, facts)
 
 
-def check_strangers(plan: Plan, num_layers: int) -> None:
-    """Raise PlanError for an untrusted plan that would make other requests wait too long."""
-    count = sum(_count(item, num_layers) for item in plan.interventions)
-    if count > wire.MAX_STRANGERS_EDITS:
-        counted = "counted once for each layer and listed position"
-        allowed = f"up to {wire.MAX_STRANGERS_EDITS} edits and captures over HTTP, {counted}"
-        raise fields.refuse("the plan", f"{count} edits and captures", allowed)
-    items = plan.interventions
-    layers = (num_layers if item.at_layers == "all" else len(item.at_layers) for item in items)
-    work = sum(_work(item) * count for item, count in zip(items, layers, strict=True))
-    if work > wire.MAX_STRANGERS_WORK:
-        allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
-        raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
-    if len(inputs := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
-        allowed = f"up to {wire.MAX_STRANGERS_INPUTS} over HTTP"
-        raise fields.refuse("the plan", f"programs with {len(inputs)} different further inputs", allowed)
-
-
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
     """The message of a `NotFiniteError` for a request whose activations became infinite or NaN through its plan or its trace."""
     if broken.point is not None:
@@ -515,8 +506,8 @@ def _shown_place(edit: Edit) -> str:
 
 
 def _check_size(plan: Plan, num_layers: int) -> None:
-    everywhere = sum(_count(edit, num_layers) for edit in plan.edits if edit.place is None)
-    placed = sum(_count(edit, num_layers) for edit in plan.edits if edit.place is not None)
+    everywhere = sum(count_of(edit, num_layers) for edit in plan.edits if edit.place is None)
+    placed = sum(count_of(edit, num_layers) for edit in plan.edits if edit.place is not None)
     if everywhere > MAX_EDITS:  # each acts at every row
         allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
         raise fields.refuse("the plan", f"{everywhere} steers and clamps", allowed)
@@ -525,15 +516,7 @@ def _check_size(plan: Plan, num_layers: int) -> None:
         raise fields.refuse("the plan", f"{placed} edits at positions", allowed)
 
 
-def _work(item: Intervention) -> int:
-    """About how many numbers its programs compute for a token, at one layer."""
-    if item.its_program is not None:
-        return item.its_program.work
-    widths = (value.width for part in (item, *item.parts) for _, value in part.values() if isinstance(value, Vector))
-    return sum(widths) if item.runs_program else 0
-
-
-def _count(item: Intervention, num_layers: int) -> int:
+def count_of(item: Intervention, num_layers: int) -> int:
     """How many edits or captures an intervention is, counted once for each layer and listed position."""
     positions = len(item.place) if isinstance(item.place, tuple) else 1
     return item.copies * positions * (num_layers if item.at_layers == "all" else len(item.at_layers))

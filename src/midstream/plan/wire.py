@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from midstream.errors import PlanError
-from midstream.plan import fields
+from midstream.plan import fields, work
 from midstream.plan.captures import Capture, Consumer, Reading
 from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
@@ -40,9 +40,8 @@ MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
 MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs' constants
 MAX_PROGRAMS = 1 << 10
-MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
+MAX_STRANGERS_EDITS = 1 << 10
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
-MAX_STRANGERS_WORK = 1 << 22  # numbers that its programs compute for each token, at all layers together
 MAX_STRANGERS_INPUTS = 8  # different values of other sites that its programs read
 _TABLES = ("vectors", "runs", "programs", "constants")
 _ITEM_BYTES = 8  # counted for each number, list and dict
@@ -117,6 +116,13 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]], field: str = "
         given = f"the callable {fields.shown(value)}, which cannot be sent"
         raise fields.refuse("Capture.to", given, "None, a directory or a Consumer in a plan that is sent")
     return None if isinstance(value, float) and np.isinf(value) else value  # bounds of a clamp
+
+
+@functools.cache
+def _names_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys that an intervention of this class needs, and those that it may have."""
+    needed = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
+    return ("kind", *needed), tuple(field.name for field in _fields_of(cls))
 
 
 def _fields_of(intervention: Any) -> tuple[dataclasses.Field[Any], ...]:
@@ -222,6 +228,8 @@ def _programs(wire: Mapping[str, Any], trusted: bool, saes: Mapping[str, Any]) -
     table = fields.mapping("programs", wire.get("programs", {}))
     if len(table) > MAX_PROGRAMS:
         raise fields.refuse("the plan's programs", f"{len(table)} of them", f"up to {MAX_PROGRAMS}")
+    if not trusted:
+        work.check_size(table)
     return read_programs("programs", table, constants)
 
 
@@ -262,8 +270,7 @@ class _PlanReader:
         if kind == SAE_KIND:
             return self._of_sae(place, item)
         cls: Any = _READINGS.get(kind) or kind_of(kind)
-        required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
-        fields.mapping(place, item, ("kind", *required), [field.name for field in _fields_of(cls)], kind)
+        fields.mapping(place, item, *_names_of(cls), kind)
         values = {
             name: self._value(f"{place}.{name}", name, value, cls) for name, value in item.items() if name != "kind"
         }

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 
+from midstream.engine.admission import OWNER
 from midstream.settings import NAME
 
 TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -42,6 +46,11 @@ def error_response(status: int, message: str, parameter: str | None = None, kind
     return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
+def owner_of(headers: Mapping[str, str]) -> bytes:
+    """The owner of a request with these headers: a hash of the API key."""
+    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
+
+
 class Gate:
     """ASGI middleware around all routes.
 
@@ -64,6 +73,7 @@ class Gate:
         answer = _Answer(scope, send)
         try:
             if scope["method"] not in ("GET", "HEAD"):
+                OWNER.set(owner_of(Headers(scope=scope)))
                 receive = await _checked(scope, _timed(receive))
             await self._app(scope, receive, answer.send)
         except RequestRefused as error:

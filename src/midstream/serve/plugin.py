@@ -35,7 +35,7 @@ from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.files import PLAN, SAES, check_widths, errors_in, read_files
-from midstream.serve.gate import Gate, RequestRefused, error_response
+from midstream.serve.gate import Gate, RequestRefused, error_response, owner_of
 from midstream.serve.requests import (
     Listed,
     SelectorOfRows,
@@ -51,7 +51,6 @@ from midstream.serve.requests import (
     delete_owned,
     new_router,
     openapi_body,
-    owner_of,
     read_place,
     receive_body,
     server_of,

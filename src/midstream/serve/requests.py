@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -40,14 +39,21 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
+from midstream.engine.admission import (
+    as_client_error,
+    json_size,
+    misspelt_key,
+    misspelt_key_error,
+    on_a_thread,
+)
 from midstream.engine.launch import may_load_adapters
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.fields import nearest
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of, stopping
 from midstream.plan.selections import Selection, made
-from midstream.plan.values import Plan, Span, check_strangers
+from midstream.plan.strangers import check_strangers
+from midstream.plan.values import Plan, Span
 from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.arguments import answers_of
@@ -55,7 +61,7 @@ from midstream.requests.invokes import Invoke
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
-from midstream.serve.gate import RequestRefused, error_response
+from midstream.serve.gate import RequestRefused, error_response, owner_of
 from midstream.serve.monitors import Monitors
 from midstream.settings import NAME
 from midstream.vllm.model import VLLM
@@ -170,7 +176,7 @@ class Server:
             saes=dict(self.saes),
             may_be_final=may_be_final,
         )
-        check_strangers(plan, self.model.num_layers)
+        check_strangers(plan, self.model.num_layers, self.model.device_type)
         self.model.planner.check(plan)
         return plan
 
@@ -289,11 +295,6 @@ class _Route(APIRoute):
 def new_router() -> APIRouter:
     """A router for routes under /v1/midstream, whose errors are answered."""
     return APIRouter(prefix=f"/v1/{NAME}", tags=[NAME], route_class=_Route)
-
-
-def owner_of(headers: Mapping[str, str]) -> bytes:
-    """The owner of a request with these headers: a hash of the API key."""
-    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
 def check_there(what: str, name: str, there: Collection[str]) -> None:

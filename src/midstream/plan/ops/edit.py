@@ -221,6 +221,10 @@ class Intervention:
         """`place`, and the values of `selector_fields`, by their fields."""
         return {self.position_field: self.place} | {field: getattr(self, field) for field in self.selector_fields}
 
+    def with_places(self, **found: tuple[int, ...]) -> Intervention:
+        """The same with positions instead of its spans, by their fields. Raises PlanError if another field does not fit them."""
+        return dataclasses.replace(self, **found)  # type: ignore[type-var]
+
     def label(self, field: str) -> str:
         """A field's name in messages."""
         return f"{type(self).__name__}.{field}"
