@@ -74,6 +74,7 @@ class Gate:
         answer = _Answer(scope, send)
         try:
             if scope["method"] not in ("GET", "HEAD"):
+                OWNER.set(owner_of(Headers(scope=scope)))
                 receive = await _checked(scope, _timed(receive))
             await self._app(scope, receive, answer.send)
         except RequestRefused as error:
