@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from recorded import model
 
-from midstream.lowering.row_tensors import rows_of
 from midstream.lowering.rowwise import NotRowwise, changes, programs_of
 from midstream.plan.running import run
 from midstream.trace.code import FunctionProgram
@@ -342,9 +341,8 @@ def written(function: Any, dtype: torch.dtype, tokens: int, site: str = "layers_
 
 def applied(programs: Any, x: torch.Tensor) -> torch.Tensor:
     result = x.clone()
-    for rows, program, _ in programs:
-        places = rows_of(rows, len(x))
-        result[places] = run(program, x[places])
+    for rows, (program, _) in programs.at(len(x)):
+        result[rows] = run(program, x[rows])
     return result
 
 
@@ -364,7 +362,7 @@ def test_a_body_as_a_program_gives_what_the_body_gives(name: str, dtype: torch.d
                 rtol=1e-4 if exact else 2e-2,
                 atol=1e-5 if exact else 2e-2,
             )
-    last = [programs[-1].program for programs in made.values()]
+    last = [programs.at(tokens)[-1][1].program for tokens, programs in made.items()]
     if name not in ("einsum",):  # equal, so that one edit is for the prompt and for generated tokens
         assert last[0] == last[1] == last[2]
 
@@ -413,8 +411,7 @@ def test_the_change_of_a_linear_body_is_what_the_body_gives(function: Any) -> No
     for tokens in (5, 1):
         x = torch.randn(tokens, H)
         new = x.double()
-        for rows, change in changes(written(function, torch.float32, tokens)):
-            places = rows_of(rows, tokens)
+        for places, change in changes(written(function, torch.float32, tokens)).at(tokens):
             old = x[places].double()
             added = sum(((old @ w)[:, None] * u for u, w in change.outers), torch.zeros_like(old))
             new[places] = change.scale * old + added + (0 if change.constant is None else change.constant)
@@ -448,21 +445,23 @@ NOT_LINEAR = (
 
 @pytest.mark.parametrize("function", NOT_LINEAR)
 def test_another_body_has_no_linear_change(function: Any) -> None:
-    assert changes(written(function, torch.float32, 5)) is None
+    with pytest.raises(NotRowwise):
+        changes(written(function, torch.float32, 5)).at(5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_is_refused_with_the_line(name: str) -> None:
     function, reason = REFUSED[name]
     with pytest.raises(NotRowwise, match=reason) as error:
-        programs_of(written(function, torch.float32, 5))
+        programs_of(written(function, torch.float32, 5)).at(5)
     first = function.__code__.co_firstlineno
     assert first <= error.value.line <= first + 4
 
 
 def test_heads_are_an_axis_of_their_own() -> None:
     made = programs_of(written(lambda z: z * z.norm(dim=-1, keepdim=True), torch.float32, 5, "attentions_output"))
-    assert made[0].program.width == H
+    ((_, found),) = made.at(5)
+    assert found.program.width == H
 
 
 def of_two_layers(change: Callable[..., Any], tokens: int = 5, **places: Any) -> Any:
@@ -511,28 +510,27 @@ def test_a_value_of_an_earlier_layer_is_a_further_input(function: Any) -> None:
         for length in (tokens, 7):
             early, late = torch.randn(length, H), torch.randn(length, H)
             new = late.clone()
-            for rows, program, inputs in found:
+            for places, (program, inputs) in found.at(length):
                 assert inputs in ((), (("resid_post", 1),)) and program.inputs == (H,) * len(inputs)
-                places = rows_of(rows, length)
                 new[places] = run(program, late, *[early] * len(inputs))[places]
             torch.testing.assert_close(new, function(early.clone(), late.clone()), rtol=1e-4, atol=1e-5)
-    assert found[-1].inputs
+    assert found.at(7)[-1][1].inputs
 
 
 def test_what_uses_a_site_that_comes_too_late_is_refused() -> None:
     """Attention and MLP run side by side in some models. The other way round a body is not even recorded."""
     write = of_two_layers(added_in_place, early=("attentions_output", 2), late=("mlps_input", 2))
     with pytest.raises(NotRowwise, match="it uses attn_out of layer 2, too"):
-        programs_of(write)
-    (made,) = programs_of(of_two_layers(added_in_place, early=("layers_input", 2), late=("mlps_input", 2)))
+        programs_of(write).at(5)
+    ((_, made),) = programs_of(of_two_layers(added_in_place, early=("layers_input", 2), late=("mlps_input", 2))).at(5)
     assert made.inputs == (("resid_pre", 2),)
 
 
 def test_what_uses_a_value_of_another_stage_or_step_or_other_tokens_is_refused() -> None:
     with pytest.raises(NotRowwise, match="it uses resid_post of layer 1, too"):
-        programs_of(of_two_layers(added_in_place), lambda one, other: False)
+        programs_of(of_two_layers(added_in_place), lambda one, other: False).at(5)
     with pytest.raises(NotRowwise, match="different tokens together"):
-        programs_of(of_two_layers(lambda early, late: late + early[-1]))
+        programs_of(of_two_layers(lambda early, late: late + early[-1])).at(5)
 
     def from_the_prompt(m: Any, tracer: Any) -> None:
         for step in tracer.iter[:]:
@@ -544,7 +542,7 @@ def test_what_uses_a_value_of_another_stage_or_step_or_other_tokens_is_refused()
 
     made = record(FunctionProgram(from_the_prompt), MODELS[torch.float32], 5, 3)
     with pytest.raises(NotRowwise, match="it uses resid_post of layer 1, too"):
-        programs_of(made.steps[1].writes[0])
+        programs_of(made.steps[1].writes[0]).at(1)
 
 
 def test_a_module_of_the_model_is_refused() -> None:
@@ -553,4 +551,4 @@ def test_a_module_of_the_model_is_refused() -> None:
 
     made = record(FunctionProgram(normed), MODELS[torch.float32], 5, 1)
     with pytest.raises(NotRowwise, match=r"it calls model\.norm"):
-        programs_of(made.steps[0].writes[0])
+        programs_of(made.steps[0].writes[0]).at(5)
