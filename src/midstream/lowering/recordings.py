@@ -174,7 +174,7 @@ class Recorder:
 
     def _refused(self, jobs: _Jobs) -> Recorded | None:
         """Recordings that say why the code cannot run here; None if it can."""
-        reason = None if self._code.is_whole else "it uses a value of one of your modules that cannot be sent"
+        reason = self._code.by_name
         try:
             if reason is None:
                 self._copy()

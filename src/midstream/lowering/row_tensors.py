@@ -400,7 +400,8 @@ class RowOperations:
             return self.as_row_tensor(new, tensor)
         if new.rows != tensor.rows or new.result.shaped.rows != tensor.result.shaped.rows or new.lead > tensor.lead:
             raise NoProgram("it writes numbers of other tokens")
-        if new.result.rank > tensor.result.rank or (new.lead < tensor.lead and new.lead < 0):
+        is_narrower = new.lead < tensor.lead and new.lead < 0 and self.count(tensor) != 1
+        if new.result.rank > tensor.result.rank or is_narrower:
             raise NoProgram("it writes numbers of other tokens")
         new = self.cast(new, tensor.result.dtype)
         missing = tensor.result.rank - new.result.rank

@@ -120,7 +120,10 @@ class RowReadings(Generic[T]):
         place = own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride(), own.dtype
         if place not in self._labels:
             first: dict[bytes, int] = {}
-            each = (row.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for row in own.detach().clone(memory_format=torch.contiguous_format))
+            each = (
+                row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                for row in own.detach().clone(memory_format=torch.contiguous_format)
+            )
             self._labels[place] = own, tuple([first.setdefault(row, i) for i, row in enumerate(each)])
         return self._labels[place][1]
 

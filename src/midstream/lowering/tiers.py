@@ -186,14 +186,16 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return own.union(*(item.further for item in items))
 
 
-def explained(program: TraceProgram, model: Model, is_streamed: bool = False) -> str:
-    """The fate of a program line by line, as text. It assumes a prompt of 512 tokens and eight steps.
+def explained(program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False) -> str:
+    """The fate of a program line by line, as text. It assumes eight steps.
 
-    `is_streamed`: whether the caller reads values while the request runs.
+    Args:
+        length: of the prompt, in tokens; None for 512.
+        is_streamed: whether the caller reads values while the request runs.
     """
-    length, steps = _EXPLAINED
+    assumed, steps = _EXPLAINED
     programs = [[program]]
-    (found,) = lowered_requests(programs, ship(programs), model, [length], [steps])
+    (found,) = lowered_requests(programs, ship(programs), model, [length or assumed], [steps])
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     tier = Tier.PLAN if found.reads_nothing else found.tier
     if is_streamed and found.tier is Tier.CLIENT:
@@ -485,7 +487,11 @@ def _programs(
         raise _Stays(write.line, "its numbers are too many for a plan: each request would carry them")
     return [
         Apply(
-            write.point[0], layers=write.point[1], program=made.program, inputs=made.inputs, **_places(rows, length, phase)[0]
+            write.point[0],
+            layers=write.point[1],
+            program=made.program,
+            inputs=made.inputs,
+            **_places(rows, length, phase)[0],
         )
         for rows, made in found
     ]

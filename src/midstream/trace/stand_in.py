@@ -184,9 +184,19 @@ _INDEXING = frozenset(
     "index index_put index_put_ index_select gather scatter scatter_ take embedding index_copy_ index_add_".split()
 )
 # Operations that give places along an axis, and which of their results these are. Others that keep an argument's numbers.
-_PLACES = {"topk": 1, "sort": 1, "max": 1, "min": 1, "kthvalue": 1, "median": 1, "argsort": None, "argmax": None, "argmin": None}
+_PLACES = {
+    "topk": 1,
+    "sort": 1,
+    "max": 1,
+    "min": 1,
+    "kthvalue": 1,
+    "median": 1,
+    "argsort": None,
+    "argmax": None,
+    "argmin": None,
+}
 _KEEPS = frozenset(
-    "view reshape _unsafe_view _reshape_alias unsqueeze squeeze expand permute transpose t select slice clone alias detach flatten".split()
+    "view reshape _unsafe_view _reshape_alias unsqueeze squeeze expand permute transpose t select slice flip clone alias detach".split()
 )
 _NUMBERS = frozenset("_local_scalar_dense equal is_nonzero item".split())
 _DRAWS = "it draws random numbers"
@@ -624,6 +634,9 @@ def _with_places(func: Any, args: Sequence[Any], notes: Notes) -> tuple[Any, ...
         is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
         if is_mask and notes.is_unknown(each):
             notes.end("it needs a number that only the forward has: which elements a mask has")
+        axes = _shape_of(args[0])[len(places) : len(places) + each.ndim] if is_mask else ()
+        if is_mask and tuple(each.shape) != axes:
+            notes.end(f"IndexError: a mask of shape {list(each.shape)} for axes of shape {list(axes)}")
         places += each.nonzero().unbind(1) if is_mask else [each]
     return (args[0], places, *args[2:])
 
