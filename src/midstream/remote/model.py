@@ -31,7 +31,7 @@ from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
-from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, encode, engine_params
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, encode, engine_params, warn_of_second_bos
 from midstream.requests.invokes import (
     Called,
     Invoke,
@@ -554,7 +554,12 @@ class Remote(DescribedModel):
 
     def _prompt_data(self, prompt: Prompt) -> str | list[int]:
         """The prompt in the form for the server."""
-        return prompt if isinstance(prompt, str) else encode(prompt, lambda: self.tokenizer)
+        if not isinstance(prompt, str):
+            return encode(prompt, lambda: self.tokenizer)
+        if prompt.startswith(("<", "[")):  # perhaps a special token; the server warns of two of them in its own log
+            with contextlib.suppress(MidstreamError):  # a tokenizer without a JSON form
+                warn_of_second_bos(self.tokenizer(prompt)["input_ids"], self.tokenizer)
+        return prompt
 
     # Running.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from types import MappingProxyType
@@ -146,6 +147,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
         ids = _chat_ids(prompt, tokenizer())
     elif (text := _text_of(prompt)) is not None:
         ids = tokenizer()(text)["input_ids"]
+        warn_of_second_bos(ids, tokenizer())
     elif isinstance(prompt, Mapping):
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), None)
         if ids is None:
@@ -163,6 +165,18 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     if not ids.numel():
         raise _no_prompt(prompt)
     return ids.long().tolist()
+
+
+def warn_of_second_bos(ids: Any, tokenizer: Any) -> None:
+    """Warn if a text begins with the beginning-of-sequence token and the tokenizer has added another one."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        warnings.warn(
+            f"A prompt begins with {tokenizer.bos_token!r}, as chat templates write it, and the tokenizer has put another one before it. The "
+            "model computes both. Give the chat's messages as the prompt, or token ids: tokenizer(text, add_special_tokens=False)"
+            '["input_ids"].',
+            stacklevel=2,
+        )
 
 
 def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
