@@ -327,6 +327,8 @@ _HINTS = {
     "residual stream. `model.layers_output[3]` is one tensor on every model.",
     "LMHead's weights should be used in the sampler": " Write `model.project_on_vocab(h)`, which has the final norm, or "
     "`h @ model.lm_head.weight.T`.",
+    "backward through the graph a second time": " The invokes of a trace are one batch with one graph, which the first backward frees. "
+    "Add the losses and call backward once, or call backward(retain_graph=True) in each invoke but the last.",
 }
 
 
