@@ -376,7 +376,9 @@ def test_gradient_errors_say_what_to_do(hf):
             loss = hf.logits.sum()
             with loss.backward():
                 h.grad.save()
-    with pytest.raises(RuntimeError, match=r"one batch with one graph.*retain_graph=True\) in each invoke but the last"):
+    with pytest.raises(
+        RuntimeError, match=r"one batch with one graph.*retain_graph=True\) in each invoke but the last"
+    ):
         with hf.trace(temperature=0.0) as tracer:
             for prompt in (PARIS, MARY):
                 with tracer.invoke(prompt):

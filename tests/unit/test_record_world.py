@@ -531,7 +531,7 @@ def test_a_context_variable_is_named(tmp_path, monkeypatch):
     def uses_its_own(model):
         model.layers_output[2] *= factor.get()
 
-    with pytest.raises(TraceError, match="uses a value, factor, that cannot be sent to the engine.*ContextVar"):
+    with pytest.raises(TraceError, match=r"uses a value, factor, that cannot be sent to the engine.*ContextVar"):
         found(uses_its_own)
     rectified, held = module.rectified, module.held
 

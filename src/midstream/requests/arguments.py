@@ -172,9 +172,9 @@ def warn_of_second_bos(ids: Any, tokenizer: Any) -> None:
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None and list(ids[:2]) == [bos, bos]:
         warnings.warn(
-            f"A prompt begins with {tokenizer.bos_token!r}, as chat templates write it, and the tokenizer has put another one before it. The "
-            "model computes both. Give the chat's messages as the prompt, or token ids: tokenizer(text, add_special_tokens=False)"
-            '["input_ids"].',
+            f"A prompt begins with {tokenizer.bos_token!r}, as chat templates write it, and the tokenizer has put another one before it. "
+            "The model computes both. Give the chat's messages as the prompt, or token ids: "
+            'tokenizer(text, add_special_tokens=False)["input_ids"].',
             stacklevel=2,
         )
 
