@@ -235,7 +235,10 @@ class SavedRows:
 
 def _assume(assumed: list[Any], rows: RowChoice, own: torch.Tensor | None) -> int:
     """As `row_tensors.Ask`: notes the assumption that the rows which are kept are among these."""
-    assumed.append(rows if own is None else (None,))
+    if own is None:
+        assumed.append(rows)
+    elif bool((own != own[:1]).any()):
+        assumed.append((None,))  # no rows are these
     return 0
 
 

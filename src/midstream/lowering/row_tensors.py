@@ -51,8 +51,8 @@ def rows_of(rows: RowChoice, tokens: int) -> list[int]:
     return [found] if isinstance(found, int) else found
 
 
-# Asks about the row that is read: -1 if it is not among these rows of the site. Else 0; or, if the code's own tensor has numbers for each
-# of the rows, the first of its rows with the same numbers as this row's.
+# Asks about the row that is read: -1 if it is not among these rows of the site. Else 0; or, if the code's own tensor has a row for each
+# of the rows, the first of its rows with the same numbers as this row's: 0 if they are equal.
 Ask = Callable[[RowChoice, torch.Tensor | None], int]
 
 
@@ -168,11 +168,12 @@ class RowOperations:
                 raise NoProgram("a tensor adds an axis in front of the token's numbers")
             own = own[0]
         if own.ndim == rank and own.shape[0] != 1:
-            place = 0
-            if not bool((own == own[:1]).all()):
-                if own.shape[0] != self.count(like) or like.result.shaped.rows != 1:
-                    raise NoProgram(OWN_ROWS)
+            if own.shape[0] == self.count(like) and like.result.shaped.rows == 1:
                 place = max(self._ask(like.rows, own), 0)  # any for a row that `like` lacks: its result is not used
+            elif bool((own == own[:1]).all()):
+                place = 0
+            else:
+                raise NoProgram(OWN_ROWS)
             own = own[place : place + 1]
         return own
 
@@ -366,7 +367,8 @@ class RowOperations:
         if not isinstance(first, torch.Tensor) or first.ndim != 1 or any(each is not None for each in others):
             raise NoProgram("its indices are about tokens and numbers together")
         places = tuple(first.tolist())
-        if len({place % max(self.count(tensor), 1) for place in places}) < len(places):
+        count = max(self.count(tensor), 1)
+        if len({place % count for place in places}) < len(places):
             raise NoProgram("it names a token twice")
         return places
 

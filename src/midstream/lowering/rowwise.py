@@ -41,6 +41,7 @@ from midstream.tree import objects_in
 
 T = TypeVar("T")
 _MOST_CHANGES, _MOST_PROGRAMS = 1 << 10, 1 << 8  # of one write, for tokens with numbers of their own
+_FILLED = "it uses a tensor of its own that it has filled with values of the model: make it with torch.zeros_like(h) or h.new_zeros(...)"
 # A function is recorded for each of these numbers of tokens, and has to do the same. The first is a prime: see `Notes.rows`.
 _FUNCTION_ROWS = (1009, 2)
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
@@ -76,39 +77,47 @@ class RowReadings(Generic[T]):
 
     def __init__(self, read: Callable[[Ask], T], line: int, most: int) -> None:
         self._read, self._line, self._most = read, line, most
-        self._known: dict[tuple[Any, ...], dict[tuple[int, ...], T]] = {}  # questions -> answers -> the reading
+        self._known: dict[tuple[int, ...], dict[tuple[int, ...], T]] = {}  # numbers of questions -> answers -> the reading
         self._count = 0
-        self._asked: dict[tuple[str, Any], tuple[RowChoice, tuple[int, ...] | None]] = {}
+        self._numbers: dict[tuple[str, Any], int] = {}  # a question -> its number
+        self._questions: list[tuple[RowChoice, tuple[int, ...] | None]] = []
         self._labels: dict[Any, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._length = 0
-        self._answers: dict[Any, list[int]] = {}  # of all rows of a prompt of this length
+        self._answers: dict[int, list[int]] = {}  # of all rows of a prompt of this length
 
     def at(self, length: int) -> list[tuple[list[int], T]]:
         """Which rows of a prompt have which reading. Raises NotRowwise, also for a row that a prompt of this length does not have."""
-        if length != self._length:
-            self._length, self._answers = length, {}
         found: dict[int, tuple[list[int], T]] = {}
         for row in range(length):
-            reading = self._of(row)
+            reading = self.of(row, length)
             found.setdefault(id(reading), ([], reading))[0].append(row)
         return list(found.values())
 
-    def _of(self, row: int) -> T:
+    def of(self, row: int, length: int) -> T:
+        """The reading of a row of a prompt. Raises NotRowwise as `at` does."""
+        if length != self._length:
+            self._length, self._answers = length, {}
         for questions, readings in self._known.items():
             answers = tuple(self._answer(each)[row] for each in questions)
             if answers in readings:
                 return readings[answers]
-        asked: dict[Any, int] = {}
+        asked: dict[int, int] = {}
 
         def ask(rows: RowChoice, own: torch.Tensor | None) -> int:
-            question = repr(rows), self._labels_of(own)
-            self._asked.setdefault(question, (rows, question[1]))
-            asked[question] = self._answer(question)[row]
-            return asked[question]
+            labels = self._labels_of(own)
+            if labels is not None and (different := len(set(labels))) > self._most:
+                raise NotRowwise(self._line, f"it has other numbers for each of {different} tokens; a plan: up to {self._most}")
+            if labels is not None and not any(labels):  # equal at all rows
+                return 0
+            number = self._numbers.setdefault((repr(rows), labels), len(self._questions))
+            if number == len(self._questions):
+                self._questions.append((rows, labels))
+            asked[number] = self._answer(number)[row]
+            return asked[number]
 
         self._count += 1
         if self._count > self._most:
-            raise NotRowwise(self._line, f"it does something else at each of more than {self._most} tokens")
+            raise NotRowwise(self._line, f"it does something else at each of more than {self._most} groups of tokens")
         reading = self._read(ask)
         self._known.setdefault(tuple(asked), {})[tuple(asked.values())] = reading
         return reading
@@ -127,10 +136,10 @@ class RowReadings(Generic[T]):
             self._labels[place] = own, tuple([first.setdefault(row, i) for i, row in enumerate(each)])
         return self._labels[place][1]
 
-    def _answer(self, question: Any) -> list[int]:
-        """The answers of all rows of the prompt."""
-        if question not in self._answers:
-            chosen, labels = self._asked[question]
+    def _answer(self, number: int) -> list[int]:
+        """The answers of all rows of the prompt to a question."""
+        if number not in self._answers:
+            chosen, labels = self._questions[number]
             try:
                 rows = rows_of(chosen, self._length)
             except IndexError:
@@ -140,8 +149,8 @@ class RowReadings(Generic[T]):
             answers = [-1] * self._length
             for place, row in enumerate(rows):
                 answers[row] = 0 if labels is None else labels[place]
-            self._answers[question] = answers
-        return self._answers[question]
+            self._answers[number] = answers
+        return self._answers[number]
 
 
 def changes(write: Write) -> RowReadings[RowChange]:
@@ -181,7 +190,11 @@ def programs_of(
 
 def _ask_nothing(rows: RowChoice, own: torch.Tensor | None) -> int:
     """For code that has to do the same at all rows."""
-    raise NoProgram("it changes some tokens alone, which is what positions are for" if own is None else OWN_ROWS)
+    if own is None:
+        raise NoProgram("it changes some tokens alone, which is what positions are for")
+    if bool((own != own[:1]).any()):
+        raise NoProgram(OWN_ROWS)
+    return 0
 
 
 class RowwiseReader:
@@ -302,7 +315,7 @@ class RowwiseReader:
         packet = packet.removesuffix("_") if changes else packet
         tensors = list(objects_in((args, tuple(kwargs.values())), RowTensor))
         if not tensors or (changes and not isinstance(args[0], RowTensor)):
-            raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
+            raise NoProgram(_FILLED)
         found = self._operations.result_of(packet, which, args, kwargs, None if changes else value.out)  # type: ignore[arg-type]
         return self._operations.cast(found, args[0].result.dtype) if changes and isinstance(found, RowTensor) else found
 
@@ -316,7 +329,7 @@ class RowwiseReader:
         new = self.of(value.args[1])
         self.line = self._operations.line = value.line or self.line
         if not isinstance(views[-1], RowTensor) or not isinstance(new, RowTensor):
-            raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
+            raise NoProgram(_FILLED)
         if new.rows != views[-1].rows:
             raise NoProgram("it writes numbers of other tokens")
         if new.rows == whole.rows and views[-1].result is whole.result:  # all of it

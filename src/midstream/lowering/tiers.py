@@ -461,6 +461,9 @@ def _linear(found: RowReadings[RowChange], write: Write, length: int, phase: str
     """The edits that make the changes; None if one is not linear, or if no kind of edit can make it."""
     edits: list[Edit] = []
     try:
+        first = found.of(0, length)
+        if not first.is_nothing and not _said(first, [{"phase": phase}, *_places([0], length, phase)], write):
+            return None
         changes_of_rows = found.at(length)
     except NotRowwise:
         return None
