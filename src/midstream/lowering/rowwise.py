@@ -77,7 +77,9 @@ class RowReadings(Generic[T]):
 
     def __init__(self, read: Callable[[Ask], T], line: int, most: int) -> None:
         self._read, self._line, self._most = read, line, most
-        self._known: dict[tuple[int, ...], dict[tuple[int, ...], T]] = {}  # numbers of questions -> answers -> the reading
+        self._known: dict[
+            tuple[int, ...], dict[tuple[int, ...], T]
+        ] = {}  # numbers of questions -> answers -> the reading
         self._count = 0
         self._numbers: dict[tuple[str, Any], int] = {}  # a question -> its number
         self._questions: list[tuple[RowChoice, tuple[int, ...] | None]] = []
@@ -106,7 +108,9 @@ class RowReadings(Generic[T]):
         def ask(rows: RowChoice, own: torch.Tensor | None) -> int:
             labels = self._labels_of(own)
             if labels is not None and (different := len(set(labels))) > self._most:
-                raise NotRowwise(self._line, f"it has other numbers for each of {different} tokens; a plan: up to {self._most}")
+                raise NotRowwise(
+                    self._line, f"it has other numbers for each of {different} tokens; a plan: up to {self._most}"
+                )
             if labels is not None and not any(labels):  # equal at all rows
                 return 0
             number = self._numbers.setdefault((repr(rows), labels), len(self._questions))
