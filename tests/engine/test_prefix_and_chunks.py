@@ -222,9 +222,9 @@ def test_a_traced_prompt_over_the_budget_is_refused_and_untraced_ones_are_not(ch
 
 
 def test_numbers_for_each_position_of_a_prompt_in_chunks(chunked, plain):
-    """A plan changes each position by its own numbers, in whichever chunk it is; two prompts of a batch have different ones."""
-    before, prompts = chunked.gauges()[0]["traced_steps"], [tokens(plain, 150, 0), tokens(plain, 97, 3)]
-    factors, mask = torch.linspace(0.5, 1.5, 150), torch.arange(150) % 3 == 0
+    """A plan changes each position by its own numbers, in whichever chunk it is. A step has 64 tokens, so it splits the second prompt."""
+    before, prompts = chunked.gauges()[0]["traced_steps"], [tokens(plain, 60 - 9 * i, i) for i in range(4)]
+    factors, mask = torch.linspace(0.5, 1.5, BUDGET), torch.arange(BUDGET) % 3 == 0
 
     def body(model):
         h = model.layers_output[3]
