@@ -337,7 +337,8 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         if len(ids) > budget:
             raise PromptError(
                 f"A traced prompt is computed in one step, and this one has {len(ids)} tokens; a step takes {budget}. "
-                "Start the engine with a larger max_num_batched_tokens, or shorten the prompt."
+                "A plan's Capture has no such limit: generate(prompt, plan=Capture(...)). For a trace, start the engine with a larger "
+                "max_num_batched_tokens, or shorten the prompt."
             )
     if together and (sum(map(len, prompts)) > budget or len(prompts) > scheduler.max_num_seqs):
         raise PromptError(

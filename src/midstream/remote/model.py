@@ -32,7 +32,7 @@ from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
-from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, numbered
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, numbered, warn_of_second_bos
 from midstream.requests.invokes import (
     Called,
     Invoke,
@@ -557,6 +557,7 @@ class Remote(DescribedModel):
         """The prompt in the form for the server. Raises PromptError for a prompt that its model cannot take."""
         with contextlib.suppress(UnicodeEncodeError):  # `ids_of` says where
             if isinstance(prompt, str) and 0 < len(prompt.encode()) <= self.longest_prompt:
+                self._warn_of_second_bos(prompt)
                 return prompt  # no token is shorter than a byte
         (ids,) = self.ids_of([prompt])
         return prompt if isinstance(prompt, str) else ids
@@ -568,6 +569,12 @@ class Remote(DescribedModel):
             with about(name), numbered(number if len(prompts) > 1 else None):
                 found.append(self._prompt_data(prompt))
         return found
+
+    def _warn_of_second_bos(self, text: str) -> None:
+        """Warn here, since the server warns in its own log."""
+        if text.startswith(("<", "[")):  # perhaps a special token
+            with contextlib.suppress(MidstreamError):  # a tokenizer without a JSON form
+                warn_of_second_bos(self.tokenizer(text)["input_ids"], self.tokenizer)
 
     # Running.
 

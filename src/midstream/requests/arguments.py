@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from types import MappingProxyType
@@ -190,6 +191,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
         ids = tokenizer()(text)["input_ids"]
         if not len(ids):
             raise PromptError(f"The text {text!r} has no tokens. A prompt has at least one.", reason="empty")
+        warn_of_second_bos(ids, tokenizer())
     elif isinstance(prompt, Mapping):
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), None)
         if ids is None:
@@ -262,6 +264,18 @@ def _texts_in(given: Any) -> Iterator[str]:
     elif isinstance(given, (Mapping, list, tuple)):
         for part in given.values() if isinstance(given, Mapping) else given:
             yield from _texts_in(part)
+
+
+def warn_of_second_bos(ids: Any, tokenizer: Any) -> None:
+    """Warn if a text begins with the beginning-of-sequence token and the tokenizer has added another one."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        warnings.warn(
+            f"A prompt begins with {tokenizer.bos_token!r}, as chat templates write it, and the tokenizer has put another one before it. "
+            "The model computes both. Give the chat's messages as the prompt, or token ids: "
+            'tokenizer(text, add_special_tokens=False)["input_ids"].',
+            stacklevel=2,
+        )
 
 
 def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:

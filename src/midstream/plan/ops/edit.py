@@ -103,7 +103,7 @@ class RowChange(NamedTuple):
 
     Attributes:
         outers: each `(u, w)`, float64 `[H]`.
-        constant: float64 `[H]`, or `[rows, H]` with one for each of the rows; None for none.
+        constant: float64 `[H]`; None for none.
         eps: the relative rounding error of its numbers.
     """
 

@@ -173,10 +173,7 @@ class Patch(Edit):
         places, source = where["positions"], change.constant
         if source is None or not bool(source.any()):
             return (cls(site, layer=layer, position=places, source="zeros"),)
-        if source.ndim == 1:
-            return (cls(site, layer=layer, position=places, source=source.float()),)
-        rows = zip(places, source.float(), strict=True)
-        return tuple(cls(site, layer=layer, position=position, source=row) for position, row in rows)
+        return (cls(site, layer=layer, position=places, source=source.float()),)
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:
