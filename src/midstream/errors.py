@@ -112,9 +112,26 @@ class BarrierError(TraceError):
 
 
 class PromptError(MidstreamError, ValueError):
-    """A prompt that the model cannot take, such as an empty or too long one; or an answer that is not one token."""
+    """A prompt that the model cannot take, such as an empty or too long one; or an answer that is not one token.
+
+    Attributes:
+        number, name: which of several prompts it is, counted from 0, and its id if it has one.
+        reason: "empty", "too long", "out of the vocabulary" or "not a prompt".
+    """
 
     field = "prompt"
+    number: int | None = None
+    name: str | None = None
+    reason: str = "not a prompt"
+
+    def __init__(self, *args: Any, field: str | None = None, reason: str | None = None) -> None:
+        super().__init__(*args, field=field)
+        self.reason = reason or self.reason
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        named = "" if self.name is None else f", with the id {self.name!r}"
+        return text if self.number is None else f"prompts[{self.number}]{named}: {text}"
 
 
 class ParameterError(MidstreamError, ValueError):

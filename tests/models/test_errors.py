@@ -159,8 +159,8 @@ BAD = [
     ({"logprobs": 1000}, ParameterError, "greater than max allowed: 20"),
     ({"answers": list(range(200))}, ParameterError, "greater than max allowed: 128"),
     ({"extra_args": 3}, ParameterError, "extra_args is 3; allowed: a dict"),
-    ({"prompts": [1] * 600}, PromptError, "512"),
-    ({"prompts": [10**6]}, PromptError, "Token id 1000000"),
+    ({"prompts": [1] * 600}, PromptError, "600 tokens; this model takes prompts of up to 511"),
+    ({"prompts": [10**6]}, PromptError, "token id 1000000; this model's are 0 to"),
 ]
 
 

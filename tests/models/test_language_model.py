@@ -357,13 +357,21 @@ def test_gradients_go_through_an_edit(hf, plain):
     close(grad, gradient_of(plain, PARIS, 3, lambda logits: logits[0, 965], edit=lambda h: h * 0.5))
 
 
-def test_parameters_get_their_gradients(hf, plain):
-    with hf.trace(PARIS, temperature=0.0):
-        loss = hf.logits[0, 965]
-        with loss.backward():
-            pass
-    grad = hf.module.model.layers[3].mlp.down_proj.weight.grad.clone()
-    hf.module.zero_grad(set_to_none=True)
+@pytest.mark.parametrize("asked", ["a gradient before", "training", "only some"])
+def test_parameters_that_are_trained_get_their_gradients(hf, plain, asked):
+    weight = hf.module.model.layers[3].mlp.down_proj.weight
+    if asked == "a gradient before":
+        weight.grad = torch.zeros_like(weight)
+    hf.module.train(asked == "training")
+    hf.module.lm_head.requires_grad_(asked != "only some")
+    try:
+        with hf.trace(PARIS, temperature=0.0):
+            loss = hf.logits[0, 965]
+            with loss.backward():
+                pass
+        grad = weight.grad.clone()
+    finally:
+        hf.module.eval().requires_grad_().zero_grad(set_to_none=True)
     plain.model(input_ids=torch.tensor([plain.ids(PARIS)])).logits[0, -1, 965].backward()
     close(grad, plain.model.model.layers[3].mlp.down_proj.weight.grad)
     plain.model.zero_grad(set_to_none=True)
@@ -376,6 +384,16 @@ def test_gradient_errors_say_what_to_do(hf):
             loss = hf.logits.sum()
             with loss.backward():
                 h.grad.save()
+    with pytest.raises(
+        RuntimeError, match=r"one batch with one graph.*retain_graph=True\) in each invoke but the last"
+    ):
+        with hf.trace(temperature=0.0) as tracer:
+            for prompt in (PARIS, MARY):
+                with tracer.invoke(prompt):
+                    h = hf.layers_output[3]
+                    loss = hf.logits.sum()
+                    with loss.backward():
+                        h.grad.save()
     with pytest.raises(TraceError, match="does not depend on"):
         with hf.trace(PARIS, temperature=0.0):
             h = hf.layers_output[3] * 2

@@ -2,7 +2,7 @@
 
 from midstream.arch.blocks import ROLES
 from midstream.arch.detect import Architecture, detect, unknown_logits
-from midstream.arch.heads import split_heads
+from midstream.arch.heads import parts_left_out, split_heads
 from midstream.arch.routers import split_routers
 
-__all__ = ["ROLES", "Architecture", "detect", "split_heads", "split_routers", "unknown_logits"]
+__all__ = ["ROLES", "Architecture", "detect", "parts_left_out", "split_heads", "split_routers", "unknown_logits"]

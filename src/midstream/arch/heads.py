@@ -32,6 +32,7 @@ from midstream.errors import ArchitectureError, ParameterError
 _UNQUANTISED = ("auto", "float16", "bfloat16", "float32")  # the dtypes of vLLM's KV cache that keep the model's numbers
 _CUT = "midstream_is_cut"
 _CACHE: ContextVar[Any] = ContextVar("midstream_cache", default=None)  # of the running forward
+_LEFT_OUT: ContextVar[set[str] | None] = ContextVar("midstream_left_out", default=None)  # while `parts_left_out` runs
 
 
 @contextlib.contextmanager
@@ -59,6 +60,7 @@ class AttentionSettings:
         window: how many tokens a query attends to, itself included; None for all earlier ones.
         sinks_N: a logit for each head that takes a share of the probability and attends to nothing; None if there are none.
         mask: `[batch or 1, heads or 1, T, S]`: True where a query attends, or numbers that are added; None if `window` says all.
+        unsupported: the names of other numbers that the attention computes with.
     """
 
     scale: float
@@ -66,6 +68,7 @@ class AttentionSettings:
     window: int | None = None
     sinks_N: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    unsupported: tuple[str, ...] = ()
 
     def probabilities(self, q_TND: torch.Tensor, k_TKD: torch.Tensor, mask_TT: torch.Tensor | None) -> torch.Tensor:
         """`[heads, queries, keys]` for a prompt of T tokens, computed in float32. Row t sums to 1, less the share of the sink.
@@ -135,6 +138,11 @@ def settings_of(module: Any) -> AttentionSettings:
         ArchitectureError: this attention has a feature that is not supported.
     """
     if isinstance(module, Heads) and module.served_by is None:
+        if module.settings.unsupported:
+            raise ArchitectureError(
+                f"attention_probabilities does not support {', '.join(module.settings.unsupported)}, which this model's attention "
+                "computes with: compute them from attn_q and attn_k."
+            )
         return module.settings
     module = _of_vllm(module)
     if (what := _unsupported(module)) is not None:
@@ -321,9 +329,93 @@ def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs.get("sliding_window"),
                 kwargs.get("s_aux"),
                 args[0] if args else kwargs.get("attention_mask"),
+                tuple(name for name in _numbers_in(kwargs) if name not in ("softcap", "s_aux")),
             )
+            if heads.cut is not None and heads.settings.unsupported:
+                raise ArchitectureError(
+                    f"Knockout does not support {', '.join(heads.settings.unsupported)}, which this model's attention computes with."
+                )
             query, key, value = heads.through(getattr(module, "layer_idx", None), query, key, value)
         found = function(module, query, key, value, *args, **kwargs)
         return found if heads.cut is None else (heads.cut(heads.settings, query, key, value, found[0]), *found[1:])
 
     return midstream_attention
+
+
+# Parts of a model that an attention function leaves out: transformers' `sdpa` ignores soft caps, for example.
+
+
+def parts_left_out(root: nn.Module, probe: Callable[[], Any]) -> list[str]:
+    """The numbers that `root` gives to its attention functions and that have no effect there, by the names of the arguments.
+
+    A model's own function, "eager", defines what the model computes, and is not checked.
+
+    Args:
+        root: a model of transformers.
+        probe: runs it.
+    """
+    from transformers import AttentionInterface
+
+    chosen = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in root.modules()}
+    functions = {name: AttentionInterface()[name] for name in chosen & AttentionInterface().keys()}
+    token = _LEFT_OUT.set(found := set[str]())
+    try:
+        for name, function in functions.items():
+            AttentionInterface.register(name, _noting(function))
+        probe()
+    finally:
+        for name, function in functions.items():
+            AttentionInterface.register(name, function)
+        _LEFT_OUT.reset(token)
+    return sorted(found)
+
+
+@functools.cache
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which also notes what it ignores for `parts_left_out`."""
+
+    @functools.wraps(function)
+    def midstream_noting(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := _LEFT_OUT.get()) is not None:
+            found.update(
+                name
+                for name in _numbers_in(kwargs)
+                if _ignores(function, name, module, query, key, value, *args, **kwargs)
+            )
+        return function(module, query, key, value, *args, **kwargs)
+
+    return midstream_noting
+
+
+def _numbers_in(kwargs: dict[str, Any]) -> list[str]:
+    """The arguments of an attention function that are numbers of the model: soft caps, sinks and biases."""
+    of_call = ("scaling", "dropout", "attention_mask")
+    given = {name: value for name, value in kwargs.items() if name not in of_call and value is not None}
+    return [
+        name
+        for name, value in given.items()
+        if name == "softcap" or (value.is_floating_point() if torch.is_tensor(value) else isinstance(value, float))
+    ]
+
+
+def _ignores(function: Callable[..., Any], name: str, module: Any, *qkv_and_args: Any, **kwargs: Any) -> bool:
+    """Whether another value of the argument `name` changes nothing, with small and with large queries and keys.
+
+    A function that has a parameter of this name computes with it, except flash attention: not every kernel of it does.
+    """
+    if name in inspect.signature(function).parameters and "flash" not in function.__name__:
+        return False
+    draws = torch.Generator().manual_seed(0)
+
+    def drawn(like: torch.Tensor, size: float) -> torch.Tensor:
+        return (torch.randn(like.shape, generator=draws) * size).to(like)
+
+    query, key, value, *args = qkv_and_args
+    given = kwargs[name]
+    other = given / 2 + drawn(given, 1.0) if torch.is_tensor(given) else given / 2
+    for size in (0.1, 8.0):
+        qkv = drawn(query, size), drawn(key, 1.0), drawn(value, 1.0)
+        found = [function(module, *qkv, *args, **{**kwargs, name: each})[0] for each in (given, other)]
+        if not torch.equal(*found):
+            return False
+    return True

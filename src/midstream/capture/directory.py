@@ -41,6 +41,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -497,7 +498,12 @@ class Store(Mapping[str, StoredCapture]):
     Args:
         only: the names to list, in this order; None for all, in the order in which each writer wrote them.
         listing: a refreshed one of the directory. Given with `only`, the store reads only the index lines of those names.
+
+    Attributes:
+        bad: of a store that `collect` returns, the number of each prompt that it left out or cut, and why.
     """
+
+    bad: Mapping[int, str] = MappingProxyType({})
 
     def __init__(
         self, directory: str | Path, only: Sequence[str] | None = None, listing: Listing | None = None

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from midstream.capture.rows import cast_rows, plane_name
-from midstream.errors import CaptureError, ParameterError
+from midstream.errors import CaptureError, ParameterError, PromptError
 from midstream.plan import fields
 from midstream.plan.captures import PlaneKey
 from midstream.plan.values import Plan
@@ -407,6 +407,9 @@ class Activations:
     """Batches of rows of prompts that a model runs: `next(activations)`, or a loop. Made by `TraceModel.activations`.
 
     An iterator: after a `break`, the next loop goes on where the first one stopped. `close()`, or the end of a with-block, ends it.
+
+    Attributes:
+        bad: with `on_bad`, the number of each prompt that was left out or cut so far, and why.
     """
 
     def __init__(
@@ -417,6 +420,7 @@ class Activations:
         captures: Plan,
         epochs: int | None,
         params: dict[str, Any],
+        check: Any,
     ) -> None:
         if epochs is not None:
             fields.integer("epochs", epochs, 1)
@@ -425,7 +429,8 @@ class Activations:
                 "epochs needs prompts that can be run again, such as a list: an iterator has one epoch."
             )
         self._generate, self._prompts, self._asked, self._plan = generate, prompts, asked, captures
-        self._epochs, self._params = epochs, params
+        self._epochs, self._params, self._check = epochs, params, check
+        self.bad: Mapping[int, str] = check.bad
         self._is_closed = False
         self._error: BaseException | None = None
         self._batches = self._run()
@@ -484,21 +489,38 @@ class Activations:
                 yield pool if order is None else pool.mixed(order)
                 buffered = []
             if not part:
+                self._check.tell()
                 return
 
     def _in_order(self) -> Iterator[tuple[int, Any]]:
-        """The prompts of all epochs, with their numbers. Those that can be run again are shuffled in each."""
+        """The prompts of all epochs that the model can take, with their numbers. Those that can be run again are shuffled in each."""
         if not isinstance(self._prompts, Sequence):
-            yield from enumerate(self._prompts)
+            yield from self._checked(enumerate(self._prompts))
             return
         for epoch in count() if self._epochs is None else range(self._epochs):
             order = self._asked.order(len(self._prompts), 0, epoch)
-            for number in range(len(self._prompts)) if order is None else order.tolist():
-                yield number, self._prompts[number]
+            numbers = range(len(self._prompts)) if order is None else order.tolist()
+            found = self._checked((number, self._prompts[number]) for number in numbers)
+            if (first := next(found, None)) is None:
+                return  # the model can take none of them
+            yield from chain([first], found)
+
+    def _checked(self, prompts: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """The prompts that the model can take. With on_bad="raise", `generate` raises the errors of the others."""
+        if self._check.on_bad == "raise":
+            yield from prompts
+            return
+        for number, prompt in prompts:
+            if (ids := self._check.ids(number, prompt)) is not None:
+                yield number, ids if number in self._check.bad else prompt
 
     def _rows_of(self, part: Sequence[tuple[int, Any]]) -> Iterator[Pool]:
         """Run prompts, each with its number."""
-        outputs = self._generate([prompt for _, prompt in part], plan=self._plan, progress=False, **self._params)
+        try:
+            outputs = self._generate([prompt for _, prompt in part], plan=self._plan, progress=False, **self._params)
+        except PromptError as error:  # it has the number among these
+            error.number = part[error.number or 0][0]
+            raise
         for (number, _), output in zip(part, outputs, strict=True):
             rows = {key: output.captures[key] for key in self._asked.planes}
             context: tuple[torch.Tensor, ...] = ()

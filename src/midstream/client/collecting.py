@@ -15,7 +15,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +33,11 @@ from midstream.plan.selections import Without
 from midstream.plan.values import Capture, Consumer, Plan, has_spans, resolve_spans, with_digests
 from midstream.plan.vectors import digest
 from midstream.progress import Bar
-from midstream.requests.arguments import Prompt, encode, offsets_of
+from midstream.requests.arguments import Prompt, check_form, encode, numbered, offsets_of
 from midstream.requests.invokes import Invoke, Planner, PreparedPlan
 
 _log = logging.getLogger(__name__)
+ON_BAD = ("raise", "skip", "truncate")
 PART = 4096  # prompts submitted at a time; memory held for a prompt is freed with its part
 _LARGE = 1 << 30  # bytes; an estimate from here on shows without a logging setup
 
@@ -59,6 +60,54 @@ class Estimate:
         return f"<{self.prompts:,} prompts: {self.rows:,} rows, {_amount(self.nbytes)}>"
 
 
+@dataclass(eq=False)
+class PromptCheck:
+    """Takes the prompts of a call one by one, and leaves out or cuts those that the model cannot take.
+
+    Attributes:
+        model: a TraceModel.
+        on_bad: "raise", "skip" or "truncate", as in `TraceModel.collect`.
+        bad: the number of each prompt that was left out or cut -> why: "empty", "too long", "out of the vocabulary" or "not a prompt".
+    """
+
+    model: Any
+    on_bad: str
+    bad: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.on_bad not in ON_BAD:
+            raise ParameterError(f"on_bad is {self.on_bad!r}; allowed: {', '.join(map(repr, ON_BAD))}.", field="on_bad")
+
+    def ids(self, number: int, prompt: Any, name: str | None = None, is_alone: bool = False) -> list[int] | None:
+        """The token ids of a prompt; None to leave it out. Raises PromptError with on_bad="raise"."""
+        try:
+            with numbered(None if is_alone else number, name):
+                check_form(prompt)
+                (ids,) = self.model.ids_of([prompt])
+        except PromptError as error:
+            if self.on_bad == "raise":
+                raise
+            self.bad[number] = error.reason
+            if self.on_bad == "skip" or error.reason != "too long":
+                return None
+            ids = encode(prompt, lambda: self.model.tokenizer)
+        longest = self.model.trained_length
+        if self.on_bad == "raise" or longest is None or len(ids) <= longest:
+            return ids  # type: ignore[no-any-return]
+        self.bad[number] = "too long"
+        return ids[:longest] if self.on_bad == "truncate" else None
+
+    def tell(self) -> None:
+        """Log how many prompts were left out and cut."""
+        cut = sum(reason == "too long" for reason in self.bad.values()) if self.on_bad == "truncate" else 0
+        counts = Counter(reason for reason in self.bad.values() if not (cut and reason == "too long"))
+        texts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
+        if texts:
+            _log.warning("%s prompts were left out: %s", f"{counts.total():,}", ", ".join(texts))
+        if cut:
+            _log.warning("%s prompts were cut to their first %s tokens", f"{cut:,}", f"{self.model.trained_length:,}")
+
+
 class Part(NamedTuple):
     """Requests that are submitted together, with the rows and bytes that they will write on average."""
 
@@ -73,7 +122,7 @@ class Collection:
 
     Attributes:
         model: the TraceModel that will run the prompts; None to check the arguments alone.
-        prompts, plan, ids, shard_bytes, limit_bytes, skip_special_tokens: as in `TraceModel.collect`.
+        prompts, plan, ids, shard_bytes, limit_bytes, skip_special_tokens, on_bad: as in `TraceModel.collect`.
         to: the same; None for an estimate of all prompts.
         params: sampling parameters, including `max_tokens`.
         listing: of the directory, from an earlier call; None reads all of its index.
@@ -94,8 +143,10 @@ class Collection:
     skip_special_tokens: bool = False
     listing: Listing | None = None
     adapter: Any = None
+    on_bad: str = "raise"
 
     def __post_init__(self) -> None:
+        self.check = PromptCheck(self.model, self.on_bad)
         self.directory = Path(os.devnull if self.to is None else self.to).expanduser()  # an estimate needs none
         self._listing = self.listing or Listing(self.directory)
         self._sink: str | Consumer = str(self.directory)
@@ -127,8 +178,9 @@ class Collection:
             CaptureError: the directory contains another collection, or the file system has too little space.
         """
         missing, sizes = self.missing()
+        self.check.tell()
         remove_orphans(self.directory)
-        self._there = len(self.prompts) - len(missing)
+        self._there = len(self._names) - len(missing)
         fitting = self._fitting(missing, sizes)
         self._tell(missing, sizes[:fitting])
         missing, sizes = missing[:fitting], sizes[:fitting]
@@ -144,21 +196,32 @@ class Collection:
     def store(self) -> Store:
         """The captures of these prompts, once they have been written."""
         self._listing.refresh()
-        return Store(self.directory, self._names, self._listing)
+        store = Store(self.directory, self._names, self._listing)
+        store.bad = self.check.bad
+        return store
 
     def ended(self, bar: Bar, part: Part, count: int) -> None:
         """Note that so many requests of a part have ended."""
-        assert self._there is not None
-        self._there += count
         most = " at most" if self._has_generated else ""
         bar.update(count, {" rows/s": count * part.mean_rows, f"B/s{most}": count * part.mean_bytes})
 
     def how_to_go_on(self) -> str:
-        """What to tell a user who has interrupted the collection. Requests that have just ended are written as the process ends."""
-        there = "The prompts that are complete"
-        if self._there is not None:
-            there = f"At least {self._there:,} of {len(self.prompts):,} prompts"
-        return f"{there} are in {str(self.directory)!r}; the same call again collects the others."
+        """What to tell a user who has interrupted the collection. Writes the requests that have ended, unless the user interrupts that."""
+        directory, again = repr(str(self.directory)), "The same call again collects the others."
+        if self._there is None:
+            return f"The prompts that are complete are in {directory}. {again}"
+        least, why = "At least ", ""
+        try:
+            reason = self.model.sinks.flush(self._sink)
+            least, why = "", "" if reason is None else f" Prompts that ended last could not be written: {reason}."
+        except KeyboardInterrupt:
+            pass
+        try:
+            self._listing.refresh()
+        except OSError as error:
+            return f"The prompts in {directory} cannot be counted: {error}.{why} {again}"
+        count = sum(name in self._listing.digests for name in self._names)
+        return f"{least}{count:,} of {len(self._names):,} prompts are in {directory}.{why} {again}"
 
     def _fitting(self, missing: Sequence[Invoke], sizes: np.ndarray) -> int:
         """How many of the missing prompts fit `limit_bytes`, in their order. Raises ParameterError if not even the first one does."""
@@ -246,7 +309,7 @@ class Collection:
     def missing(self) -> tuple[list[Invoke], np.ndarray]:
         """The prompts that are not listed, checked, in their order; and the rows and bytes of each, `[prompts, 2]`."""
         model = self.model
-        planner, facts, longest_prompt = model.planner, model.facts, model.longest_prompt
+        planner, facts = model.planner, model.facts
         collected = self._identity()
         listed = self._listed(collected)
         by_text = has_spans(model.plan + self.plan)
@@ -256,7 +319,15 @@ class Collection:
         seen, sizes = Counter[str](), list[tuple[int, int]]()
         invokes = []
         for number, prompt in enumerate(self.prompts):
-            ids = encode(prompt, planner.tokenizer)
+            name_of = None if self._ids is None else self._ids[number]
+            ids = self.check.ids(number, prompt, name_of, len(self.prompts) == 1)
+            if ids is None:
+                continue
+            if by_text and number in self.check.bad:
+                raise PromptError(
+                    f"The prompt {number} is too long, and the plan has a Span, which is looked up in the text of a whole prompt: cut the "
+                    'text yourself, use on_bad="skip", or give positions as numbers.'
+                )
             tokens = digest_of(ids)
             name = self._ids[number] if self._ids is not None else _name(tokens, seen)
             self._names.append(name)
@@ -276,11 +347,6 @@ class Collection:
                         "directory."
                     )
                 continue
-            if longest_prompt is not None and len(ids) > longest_prompt:
-                raise PromptError(
-                    f"The prompt {name!r} has {len(ids)} tokens; the engine's max_model_len leaves room for {longest_prompt}. Shorten "
-                    "it, or leave it out."
-                )
             left_out = tuple(i for i, token in enumerate(ids) if token in special) if special else ()
             alike = left_out, len(ids)
             if by_text or alike not in known:

@@ -17,7 +17,7 @@ from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.capture.listing import Listing
 from midstream.capture.loading import Activations, Asked
-from midstream.client.collecting import Collection, Estimate
+from midstream.client.collecting import Collection, Estimate, PromptCheck
 from midstream.client.tracing import EditContext, Session, Tracer, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.hooks import is_in_body
@@ -33,6 +33,8 @@ from midstream.requests.arguments import (
     adapter_in,
     adapters_of,
     answers_of,
+    numbered,
+    one_prompt,
     plans_of,
     prompt_in,
     prompts_of,
@@ -42,7 +44,7 @@ from midstream.requests.invokes import Invoke, InvokeResult, OutputStream, Plann
 from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun
-from midstream.sweeps.request import Metric, SweepRequest
+from midstream.sweeps.request import Metric, SweepRequest, paths_of
 from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.code import RETURNED, FunctionProgram, StandingEdit, TraceProgram
 from midstream.trace.envoy import inside
@@ -132,6 +134,27 @@ class TraceModel(Sizes):
         """In tokens; None if it is not bounded."""
         return None
 
+    @property
+    def trained_length(self) -> int | None:
+        """The most tokens of a prompt that the model was made for; None if it is unknown."""
+        return self.longest_prompt
+
+    def _token_ids(self, invoke: Invoke) -> list[int]:
+        """The token ids of its prompt. Raises PromptError for a prompt that this model cannot take."""
+        raise NotImplementedError
+
+    def ids_of(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of each prompt. Raises PromptError, with the number of the prompt if there are several."""
+        return self._all_token_ids([Invoke(prompt, None) for prompt in prompts])
+
+    def _all_token_ids(self, invokes: Sequence[Invoke]) -> list[list[int]]:
+        """The token ids of each invoke's prompt. Raises PromptError, with the number of the prompt if there are several."""
+        found = []
+        for number, invoke in enumerate(invokes):
+            with numbered(number if len(invokes) > 1 else None):
+                found.append(self._token_ids(invoke))
+        return found
+
     # Shared by the models.
 
     def _bar(self, progress: bool | None, total: int, unit: str = "request") -> Bar:
@@ -158,6 +181,14 @@ class TraceModel(Sizes):
         edits = Plan(self.plan.edits)
         composed = {id(each.plan): (edits if each.record else self.plan) + each.plan for each in invokes}
         return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
+
+    def _check_forward(self, invokes: Sequence[Invoke]) -> None:
+        """Raise PlanError if code of traces that has to run in the forward could act after final edits."""
+        if any(invoke.plan.has_final for invoke in invokes):
+            raise PlanError(
+                "The engine-wide plan is final, and this trace's code has to run in the forward, where it could write after the plan. "
+                "`model.explain(fn)` says which line needs that. Send a plan, or a trace that a plan and captures can do."
+            )
 
     def _with_programs(self, invokes: Sequence[Invoke]) -> list[Invoke]:
         """The invokes with the functions of their plans recorded, each plan's once. Raises PlanError for one that cannot be a program."""
@@ -384,6 +415,7 @@ class TraceModel(Sizes):
         shard_bytes: int | None = None,
         limit_bytes: int | None = None,
         skip_special_tokens: bool = False,
+        on_bad: Literal["raise", "skip", "truncate"] = "raise",
         progress: bool | None = None,
         **params: Any,
     ) -> Any:
@@ -403,6 +435,10 @@ class TraceModel(Sizes):
                 left for another call. Rows of generated tokens count as if each prompt generated `max_tokens`.
             skip_special_tokens: leave out the rows of special tokens of the prompt, such as `<s>`; those that
                 `tokenizer.decode(skip_special_tokens=True)` leaves out. The rows of generated tokens stay.
+            on_bad: what to do with prompts that the model cannot take: empty ones, longer ones than it takes (on `LanguageModel`, than its
+                `max_position_embeddings`), token ids out of its vocabulary, and values that are no prompts. "raise": raise PromptError
+                before anything runs. "skip": leave them out. "truncate": keep the first tokens of those that are too long, and leave out
+                the others. `bad` of the returned store has the number of each such prompt, and why; their counts are logged.
             progress: as in `generate`. The bar counts the prompts that the directory lacks, and shows rows and bytes per second. Rows of
                 generated tokens count as for `limit_bytes`.
             params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts: a directory contains
@@ -420,8 +456,8 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = self._collection(
-            "collect", prompts_of(prompts)[0], params, plan=plan, to=to, ids=ids, shard_bytes=shard_bytes,
-            limit_bytes=limit_bytes, skip_special_tokens=skip_special_tokens,
+            "collect", prompts_of(prompts, checked=on_bad == "raise")[0], params, plan=plan, to=to, ids=ids, shard_bytes=shard_bytes,
+            limit_bytes=limit_bytes, skip_special_tokens=skip_special_tokens, on_bad=on_bad,
         )  # fmt: skip
         try:
             return self._finish(self._collect(collection, progress))
@@ -537,6 +573,7 @@ class TraceModel(Sizes):
         when: str = "before",
         dtype: Any = None,
         buffer_rows: int | None = None,
+        on_bad: Literal["raise", "skip", "truncate"] = "raise",
         **params: Any,
     ) -> Activations:
         """Batches of rows for training, without a disk: the model runs the prompts while you train.
@@ -555,6 +592,7 @@ class TraceModel(Sizes):
             plan: interventions for all prompts, in addition to the captures.
             dtype: of the batches; None for the model's.
             buffer_rows: rows that are mixed with each other: 16 batches if None. Twice as many are in memory.
+            on_bad: as in `collect`. `bad` of the activations has the number of each prompt that was left out or cut so far, and why.
             params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts.
 
         Raises:
@@ -578,10 +616,11 @@ class TraceModel(Sizes):
                     f"plan, or model.plan, has a Capture of {capture.site}, whose rows would be among those of the batches. Leave it out.",
                     field="plan",
                 )
-        prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts)[0]
+        check = PromptCheck(self, on_bad)
+        prompts = prompts if isinstance(prompts, Iterator) else prompts_of(prompts, checked=on_bad == "raise")[0]
         options = {"positions": positions, "dtype": dtype}
         captures = [Capture(name, layers=number, when=when, **options) for name, number, when in asked.planes]
-        return Activations(self.generate, prompts, asked, Plan.of(captures) + plan, epochs, sampled)
+        return Activations(self.generate, prompts, asked, Plan.of(captures) + plan, epochs, sampled, check)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
@@ -629,11 +668,12 @@ class TraceModel(Sizes):
             A handle. Awaitable with `mode="async"`.
 
         Raises:
+            PromptError: it is not one prompt, or this model cannot take it.
             PlanError: there is no such site, layer or position, or no room for the run.
             ParameterError: the adapter is not one, or cannot be loaded.
         """
         own = self._adapter_alone(adapter, "record")
-        asked = RunRequest(prompt, sites, layers, positions, name, own)
+        asked = RunRequest(one_prompt(prompt, "record"), sites, layers, positions, name, own)
         return self._finish(self._recording(asked))  # type: ignore[no-any-return]
 
     def _recording(self, asked: RunRequest) -> Coroutine[Any, Any, RecordedRun]:
@@ -724,8 +764,8 @@ class TraceModel(Sizes):
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, asked: SweepRequest, to: Any) -> Any:
-        """The object that runs a sweep."""
-        return SweepRun(self, asked, to)
+        """The object that runs a sweep, or the path patching of `asked.paths`."""
+        return SweepRun(self, asked, to) if asked.paths is None else PathRun(self, asked)
 
     def _swept(self, sweeping: Any, progress: bool | None) -> SweepStream:
         finish = None if self._is_async else self._finish
@@ -744,7 +784,8 @@ class TraceModel(Sizes):
         positions: Any = "together",
         freeze_mlps: bool = False,
         metric: Metric = "logit_diff",
-        direction: str = "noising",
+        direction: str | None = "noising",
+        stream: bool = False,
         progress: bool | None = None,
         **adapter: Any,
     ) -> Any:
@@ -761,8 +802,8 @@ class TraceModel(Sizes):
         with the recorded values.
 
         Args:
-            clean, corrupt, answer, foil, metric, direction, progress, adapter: as in `sweep`. "noising" patches the corrupt run into the
-                clean prompt, as in both papers.
+            clean, corrupt, answer, foil, metric, direction, stream, progress, adapter: as in `sweep`. "noising" patches the corrupt run
+                into the clean prompt, as in both papers.
             receivers: "logits"; or heads as `(layer, head)`, one or a list of them, which receive together. A head receives by its
                 queries, keys and values together.
             layers, heads: of the senders, as in `sweep`. "all" layers are those before the receivers.
@@ -770,22 +811,21 @@ class TraceModel(Sizes):
             freeze_mlps: whether the MLPs from the sender's layer on keep their values, too.
 
         Returns:
-            A `SweepResult` of the site `attn_z`. With `mode="async"` await it.
+            A `SweepResult` of the site `attn_z`. With `mode="async"` await it. With `stream=True`, a `SweepStream`.
 
         Raises:
             PromptError, PlanError: as `sweep`. PlanError also if the model lacks the site of a value that must be frozen.
-            ParameterError: another argument is invalid, or the model is a `Remote`. Nothing has been run.
+            ParameterError: another argument is invalid. Nothing has been run.
+            RemoteError: on a `Remote`, a cell would freeze more values than the server allows. Nothing has been run.
         """
         _refuse_in_trace("path_patching")
-        if self._is_elsewhere:
-            raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
         asked = SweepRequest(
             clean, corrupt, answer, foil, sites="attn_z", layers=layers, positions=positions,
             heads="all" if heads is None else heads, metric=metric, direction=direction,
-            adapter=self._adapter_alone(adapter, "path_patching"),
+            adapter=self._adapter_alone(adapter, "path_patching"), paths=paths_of(receivers, freeze_mlps),
         )  # fmt: skip
-        running = self._swept(PathRun(self, asked, receivers, freeze_mlps), progress)
-        return running if self._is_async else running.run()
+        running = self._swept(self._sweeping(asked, None), progress)
+        return running if stream or self._is_async else running.run()
 
     def edge_attribution(
         self,

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 import midstream  # loads its names when they are used
+from midstream.client.collecting import ON_BAD
 from midstream.client.model import TraceModel
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Capture, Plan
@@ -34,13 +35,19 @@ COLUMNS = ("text", "prompt", "messages", "token_ids")  # where a prompt is looke
 
 
 def read_prompts(
-    path: Path, column: str | None = None, id_column: str | None = None, shard: tuple[int, int] = (0, 1)
+    path: Path,
+    column: str | None = None,
+    id_column: str | None = None,
+    shard: tuple[int, int] = (0, 1),
+    on_bad: str = "raise",
 ) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a shard of a file, and their ids. Raises PromptError for a line anywhere in the file that has none."""
+    """The prompts of a shard of a file, and their ids. Raises PromptError for a line anywhere in the file that has none; with another
+    `on_bad` than "raise", a line with a value that is no prompt has this value.
+    """
     prompts, ids, lines = list[Prompt](), list[str](), dict[str, int]()
     for number, given in _records(path, column, id_column):
         try:
-            prompt, name = _prompt_in(given, column), _id_in(given, id_column)
+            prompt, name = _prompt_in(given, column, on_bad == "raise"), _id_in(given, id_column)
         except PromptError as error:
             raise PromptError(f"{path}:{number}: {error}") from None
         if name is not None and (first := lines.setdefault(name, number)) != number:
@@ -80,18 +87,21 @@ def _rows(path: Path, columns: set[str | None]) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def _prompt_in(given: Any, column: str | None) -> Prompt:
-    """The prompt of a line or row. Raises PromptError if it has none, or several."""
+def _prompt_in(given: Any, column: str | None, checked: bool) -> Any:
+    """The prompt of a line or row. Raises PromptError if it has several, or none; for a value that is no prompt only if `checked`."""
     if isinstance(given, Mapping):
-        found = [name for name in ([column] if column else COLUMNS) if given.get(name) is not None]
+        known = [name for name in ([column] if column else COLUMNS) if name in given]
+        found = [name for name in known if given[name] is not None]
+        if len(known) == 1 and not found and not checked:
+            return None
         if len(found) != 1:
             allowed = column or f"one of {', '.join(COLUMNS)}; --column names another"
             raise PromptError(f"the columns are {', '.join(given) or 'none'}; allowed: {allowed}.")
         given = given[found[0]]
     is_tokens = isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
-    if not given or not (isinstance(given, str) or is_tokens or is_chat(given)):
+    if checked and (not given or not (isinstance(given, str) or is_tokens or is_chat(given))):
         raise PromptError(f"the prompt is {str(given)[:80]!r}; allowed: a text, token ids or chat messages, not empty.")
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def _id_in(given: Any, id_column: str | None) -> str | None:
@@ -193,6 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-bytes", metavar="N", type=int, help="about how large each file is")
     parser.add_argument("--skip-special-tokens", action="store_true", help="leave out rows of special tokens")
     parser.add_argument(
+        "--on-bad",
+        choices=ON_BAD,
+        default="raise",
+        help="what to do with prompts that the model cannot take: leave them out, or cut those that are too long",
+    )
+    parser.add_argument(
         "--params", metavar="JSON", type=json.loads, default={}, help='sampling parameters, such as {"max_tokens": 8}'
     )
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter of all prompts, a path or name; on vLLM")
@@ -205,21 +221,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         from midstream.engine import launch
 
         engine, params = {"enable_lora": True} | engine, {**params, "lora_request": launch.adapter_at(args.adapter)}
-    prompts, ids = read_prompts(args.prompts, args.column, args.id_column, args.shard)
+    prompts, ids = read_prompts(args.prompts, args.column, args.id_column, args.shard, args.on_bad)
+    store = None
     try:
         with start_model(args.model, args.backend, engine) as model:
-            store = model.collect(
-                prompts,
-                plan=plan,
-                to=args.to,
-                ids=ids,
-                shard_bytes=args.shard_bytes,
-                limit_bytes=args.limit_bytes,
-                skip_special_tokens=args.skip_special_tokens,
-                **params,
-            )
-    except KeyboardInterrupt as stop:
-        print(f"midstream: {stop}", file=sys.stderr)
+            try:
+                store = model.collect(
+                    prompts,
+                    plan=plan,
+                    to=args.to,
+                    ids=ids,
+                    shard_bytes=args.shard_bytes,
+                    limit_bytes=args.limit_bytes,
+                    skip_special_tokens=args.skip_special_tokens,
+                    on_bad=args.on_bad,
+                    **params,
+                )
+            except KeyboardInterrupt as stop:
+                print(f"midstream: {stop}", file=sys.stderr)  # before the engine ends, which takes seconds
+    except KeyboardInterrupt:
+        print("midstream: interrupted", file=sys.stderr)
+    if store is None:
         return 130
     nbytes = sum(path.stat().st_size for path in args.to.glob("*.safetensors"))
     of_shard = "" if args.shard == (0, 1) else f" of shard {args.shard[0]}/{args.shard[1]}"

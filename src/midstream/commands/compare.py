@@ -340,7 +340,7 @@ def compare(
     from midstream.vllm.model import VLLM
 
     device = "cuda" if torch.cuda.is_available() else None
-    hf = LanguageModel(model, rename=rename, device=device, dtype=getattr(torch, dtype), attn_implementation="eager")
+    hf = LanguageModel(model, rename=rename, device=device, dtype=getattr(torch, dtype))
     chosen = sorted(layer % hf.num_layers for layer in layers) if layers else list(range(hf.num_layers))
     architecture = type(hf.module).__name__
     with torch.no_grad():

@@ -6,12 +6,17 @@ chat template makes its text.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
+import math
+import reprlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Number
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from midstream.errors import ParameterError, PlanError, PromptError
@@ -37,18 +42,23 @@ _OTHERS = (
 )
 
 
-def prompts_of(given: Any) -> tuple[list[Any], bool]:
+def prompts_of(given: Any, *, checked: bool = True) -> tuple[list[Any], bool]:
     """The given prompts, and whether it was a single prompt: neither a list of prompts nor an encoding of several rows.
 
-    Raises PromptError if it is neither.
+    Raises PromptError if it is neither, or, unless the caller checks them itself, if one of several is not a prompt.
     """
     if isinstance(given, str) or is_chat(given):
         return [given], True
     if not isinstance(given, Mapping) and not _is_array(given):
-        if not isinstance(given, Iterable):
+        if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
             raise _no_prompt(given)
         each = list(given)
-        return ([each], True) if all(isinstance(token, Integral) for token in each) else (each, False)
+        if all(map(_is_number, each)):
+            return [each], True
+        for number, prompt in enumerate(each if checked else ()):
+            with numbered(number):
+                check_form(prompt)
+        return each, False
     ids: Any = given.get("input_ids") if isinstance(given, Mapping) else given
     is_nested = isinstance(ids, (list, tuple)) and not all(isinstance(each, Integral) for each in ids)
     rows = len(ids) if is_nested or getattr(ids, "ndim", 1) == 2 else 1
@@ -69,6 +79,39 @@ def prompts_of(given: Any) -> tuple[list[Any], bool]:
         )
     wide = {name: part if len(part) == rows else [part[0]] * rows for name, part in parts.items()}
     return [{name: part[row] for name, part in wide.items()} for row in range(rows)], False
+
+
+def one_prompt(given: Any, call: str) -> Any:
+    """The only prompt of a call that takes one. Raises PromptError for several, or none."""
+    prompts, _ = prompts_of(given)
+    if len(prompts) != 1:
+        raise PromptError(f"{call} runs one prompt; {len(prompts)} were given. Call it once for each.")
+    return prompts[0]
+
+
+@contextlib.contextmanager
+def numbered(number: int | None, name: str | None = None) -> Iterator[None]:
+    """Let errors in the block say which prompt they are about, by its number and its id, if it has one."""
+    try:
+        yield
+    except PromptError as error:
+        if error.number is None:
+            error.number, error.name = number, name
+        raise
+
+
+def check_form(prompt: Any) -> None:
+    """Raise PromptError for one of several prompts that is no text, token ids, encoding or chat."""
+    if isinstance(prompt, (str, Mapping)) or hasattr(prompt, "dtype") or is_chat(prompt):
+        return
+    rows = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) else [None]
+    row = rows[0] if len(rows) == 1 and isinstance(rows[0], (list, tuple)) else rows
+    if not all(map(_is_number, row)):
+        raise _no_prompt(prompt)
+
+
+def _is_number(token: Any) -> bool:
+    return isinstance(token, Number) or (torch.is_tensor(token) and not token.ndim)
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
@@ -132,9 +175,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     Raises PromptError if there are none, or images; for a mask with holes, and for unusual positions and token types.
     """
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
-        if (least := min(prompt)) < 0:  # older vLLMs fail on them
-            raise PromptError(f"Token ids are 0 or more; the prompt has {least}.")
-        return prompt.copy()
+        return _not_negative(prompt.copy())
     if is_multimodal(prompt):
         raise PromptError(
             "A prompt here is text. Send a prompt with images, sound or video to `model.engine.generate(prompt, "
@@ -142,14 +183,51 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
         )
     ids: Any = prompt
     if is_chat(prompt):
+        for part in _texts_in(prompt):
+            _check_text(part)
         ids = _chat_ids(prompt, tokenizer())
     elif (text := _text_of(prompt)) is not None:
+        _check_text(text)
         ids = tokenizer()(text)["input_ids"]
+        if not len(ids):
+            raise PromptError(f"The text {text!r} has no tokens. A prompt has at least one.", reason="empty")
+        warn_of_second_bos(ids, tokenizer())
     elif isinstance(prompt, Mapping):
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), None)
         if ids is None:
             raise _no_prompt(prompt)
         _check_keys(prompt)
+    ids = _as_ids(ids, prompt)
+    if isinstance(prompt, Mapping):
+        ids = _unmasked(prompt, ids)
+    if not ids.numel():
+        raise _no_prompt(prompt, "empty")
+    return _not_negative(ids.long().tolist())
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, longest: int | None) -> None:
+    """Raise PromptError for token ids that a model lacks, or for more than `longest`; None for any number."""
+    if wrong := [token for token in ids if token >= vocab_size]:
+        raise PromptError(
+            f"The prompt has the token id {wrong[0]}; this model's are 0 to {vocab_size - 1}.",
+            reason="out of the vocabulary",
+        )
+    if longest is not None and len(ids) > longest:
+        raise PromptError(
+            f"The prompt has {len(ids)} tokens; this model takes prompts of up to {longest} tokens. Shorten it.",
+            reason="too long",
+        )
+
+
+def _not_negative(ids: list[int]) -> list[int]:
+    if (least := min(ids)) < 0:  # older vLLMs fail on them
+        raise PromptError(f"Token ids are 0 or more; the prompt has {least}.", reason="out of the vocabulary")
+    return ids
+
+
+def _as_ids(ids: Any, prompt: Any) -> torch.Tensor:
+    """Token ids as a tensor `[tokens]`. Raises PromptError for other numbers than integers, and other shapes than `[tokens]`."""
+    given = ids
     try:
         ids = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -157,11 +235,47 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
     if ids.ndim != 1:
         raise _no_prompt(prompt)
-    if isinstance(prompt, Mapping):
-        ids = _unmasked(prompt, ids)
-    if not ids.numel():
-        raise _no_prompt(prompt)
-    return ids.long().tolist()
+    row = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    tokens = row if isinstance(row, (list, tuple)) else ids
+    wrong = next((token for token in tokens if isinstance(token, (bool, float, np.bool_, np.floating))), None)
+    if wrong is None and ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        wrong = ids[0].item()
+    if wrong is not None:
+        wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
+        raise PromptError(f"Token ids are whole numbers; the prompt has {wrong!r}, of the type {type(wrong).__name__}.")
+    return ids
+
+
+def _check_text(text: str) -> None:
+    """Raise PromptError for text that has no form in UTF-8, which tokenizers read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"The text has half of a surrogate pair, {text[error.start]!r}, at character {error.start}. It stands for no character; "
+            "text.encode(errors='replace').decode() puts a question mark there."
+        ) from None
+
+
+def _texts_in(given: Any) -> Iterator[str]:
+    """The texts of a chat's messages, at any depth."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, (Mapping, list, tuple)):
+        for part in given.values() if isinstance(given, Mapping) else given:
+            yield from _texts_in(part)
+
+
+def warn_of_second_bos(ids: Any, tokenizer: Any) -> None:
+    """Warn if a text begins with the beginning-of-sequence token and the tokenizer has added another one."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        warnings.warn(
+            f"A prompt begins with {tokenizer.bos_token!r}, as chat templates write it, and the tokenizer has put another one before it. "
+            "The model computes both. Give the chat's messages as the prompt, or token ids: "
+            'tokenizer(text, add_special_tokens=False)["input_ids"].',
+            stacklevel=2,
+        )
 
 
 def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
@@ -206,10 +320,13 @@ def _text_of(prompt: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _no_prompt(given: Any) -> PromptError:
+def _no_prompt(given: Any, reason: str | None = None) -> PromptError:
+    if reason is None and isinstance(given, (list, tuple, Mapping)) and not given:
+        reason = "empty"
     return PromptError(
-        f"A prompt is a text, a list of at least one token id, a tokenizer's output, or a list of chat messages; {given!r} was given. Give "
-        "several prompts as a list of them."
+        f"A prompt is a text, a list of at least one token id, a tokenizer's output, or a list of chat messages; {reprlib.repr(given)} "
+        "was given. Give several prompts as a list of them.",
+        reason=reason,
     )
 
 
@@ -411,6 +528,47 @@ def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: i
             field="answers",
         )
     return int(ids[0])
+
+
+FAR_LIKELIER = math.log(100)  # nats
+
+
+def spaced_answers(answers: Answers, tokenizer: Any) -> dict[str | int, tuple[str, int]]:
+    """The answers without a space before them: each one's text with a space, and the token id of that.
+
+    Only answers whose text with a space is one other token. `missing_space` compares the two tokens.
+    """
+    found = {}
+    for answer, token in answers.items():
+        text = answer if isinstance(answer, str) else tokenizer.decode([token])
+        if text and not text[0].isspace():
+            ids = tokenizer(f" {text}", add_special_tokens=False)["input_ids"]
+            if len(ids) == 1 and ids[0] != token:
+                found[answer] = f" {text}", int(ids[0])
+    return found
+
+
+def with_spaced(answers: Answers, spaced: Mapping[str | int, tuple[str, int]]) -> Answers:
+    """The answers and the spaced texts, to be graded together."""
+    return {**answers, **{text: token for text, token in spaced.values()}}
+
+
+def missing_space(name: str, answer: str | int, spaced: str, after: str, nats: float) -> str | None:
+    """A warning about an answer that most likely lacks the space before it; None if it does not.
+
+    Args:
+        name: of its argument.
+        spaced: its text with a space.
+        after: the prompt, in words.
+        nats: the log-probability of the spaced token after this prompt, minus the answer's.
+    """
+    if not nats > FAR_LIKELIER:
+        return None
+    times = f"{math.exp(nats):,.0f}" if nats < math.log(1e6) else "more than 1,000,000"
+    return (
+        f"{name} is {answer!r}. After {after} the token {spaced!r} is {times} times as likely: most words are one token with the space "
+        f"before them. If you mean that word, give {name}={spaced!r}."
+    )
 
 
 # Adapters (LoRA): `lora_request=` on `VLLM`, `model=` on `Remote`.

@@ -34,11 +34,11 @@ from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWri
 from midstream.requests.arguments import answers_of
 from midstream.requests.invokes import Invoke, OutputStream
 from midstream.runtime.request import Tier
+from midstream.serve.gate import error_response
 from midstream.serve.requests import (
     MAX_ANSWERS,
     Server,
     adapter_of,
-    error_response,
     new_router,
     receive_body,
     server_of,
@@ -149,7 +149,7 @@ def _stream(server: Server, call: RemoteCall, adapters: Mapping[str | None, Any]
         for number, asked in enumerate(call.asked)
     ]
     with about("asked"):
-        prompts = list(map(server.model._token_ids, invokes))
+        prompts = server.model._all_token_ids(invokes)
     code = ShippedCode(call.programs, call.bodies) if call.programs else None
     with about("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None

@@ -413,7 +413,7 @@ class Body:
         if not isinstance(value, torch.Tensor):
             self.saves.put(value, value)
             return value
-        saved = self._copy(value) if self.in_engine or self.forward.is_live(value) else value
+        saved = self._copy(value) if self.in_engine or self.forward.is_live(value) or _is_small_part(value) else value
         if value.requires_grad:  # its gradient is read at itself, not at a copy
             if self.saves.put_with_gradient(value, saved):
                 return value
@@ -441,6 +441,13 @@ class Body:
 
         self.visit.follow(saved, written)
         return saved
+
+
+def _is_small_part(value: torch.Tensor) -> bool:
+    """Whether it would keep a much larger tensor in memory, of which it is a view."""
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.requires_grad:
+        return False
+    return value.untyped_storage().nbytes() > 2 * value.nbytes + (1 << 16)
 
 
 # A body runs on the forward's thread, but must not share torch's modes, random numbers and the C stack with it.

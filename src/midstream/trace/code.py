@@ -325,8 +325,12 @@ def _mixed_with(bases: list[str], text: str) -> InterventionError:
 _HINTS = {
     "'tuple' object has no attribute": " A module's output may be a tuple: on vLLM a layer returns its hidden states and the "
     "residual stream. `model.layers_output[3]` is one tensor on every model.",
+    "does not require grad and does not have a grad_fn": " A trace on LanguageModel records gradients if its code, or a function that it "
+    "calls by name, asks for one. To ask for them, write `with torch.enable_grad():` around this line. Engines compute none.",
     "LMHead's weights should be used in the sampler": " Write `model.project_on_vocab(h)`, which has the final norm, or "
     "`h @ model.lm_head.weight.T`.",
+    "backward through the graph a second time": " The invokes of a trace are one batch with one graph, which the first backward frees. "
+    "Add the losses and call backward once, or call backward(retain_graph=True) in each invoke but the last.",
 }
 
 

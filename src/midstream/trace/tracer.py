@@ -25,7 +25,8 @@ class backward:
 
     In a trace's block, `with loss.backward(): g = h.grad` is compiled to this. `h` may be any tensor of the trace that the loss depends on.
     If you replace a gradient, or change it in place, the new gradient flows on to the tensors from which `h` was computed: those read later
-    in the block, and leaves and parameters. `loss.backward(...)` runs at the block's end, and sets the `.grad` of leaves and parameters.
+    in the block, and leaves and parameters. `loss.backward(...)` runs at the block's end, and sets the `.grad` of leaves. The model's
+    parameters keep theirs only if the model is trained: in training mode, with gradients of only some parameters, or with earlier ones.
 
     Raises:
         TraceError: gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.

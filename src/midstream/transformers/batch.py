@@ -7,8 +7,9 @@ Shape suffixes: B requests, S positions of the padded batch, V the vocabulary, t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -39,6 +40,7 @@ from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
 from midstream.trace.body import Body, StopTrace
 from midstream.trace.code import STOPPED, Outcome, TraceProgram, outcome
+from midstream.trace.gradients import asks_for_gradients
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.rows import BatchRows
 
@@ -261,7 +263,8 @@ class PaddedBatch:
         """Run the requests to their end, and set their results."""
         hook = hooks.before(self.module, self._before_forward, first=True)
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.bodies)):
+            records = torch.is_grad_enabled() and self._asks_for_gradients()
+            with torch.set_grad_enabled(records), _parameters_as_before(self.module, records):
                 if self.params["max_tokens"] == 1:
                     self._forward_once()
                 else:
@@ -276,6 +279,11 @@ class PaddedBatch:
             request.output = self._output(request)
         for number, each in enumerate(self.invokes):
             each.result = self._result(str(number), each)
+
+    def _asks_for_gradients(self) -> bool:
+        own = {id(parameter) for parameter in self.module.parameters()} if self.programs else ()
+        each = {id(program): program for program in self.programs.values()}
+        return any(asks_for_gradients(program, own) for program in each.values())
 
     def _output(self, request: BatchRequest) -> Generated:
         return Generated.of(
@@ -492,6 +500,21 @@ def _taken(rows: BatchRows, name: str, value: Any) -> Any:
     if name != "attentions":
         return rows.take(value)
     return replace(rows, pad=0).take(value)[..., rows.pad :, rows.pad :]
+
+
+@contextlib.contextmanager
+def _parameters_as_before(module: Any, records: bool) -> Iterator[None]:
+    """Leave no new gradients on the model's parameters, unless it is trained: it is in training mode, only some of its parameters require
+    gradients, or a parameter had a gradient before.
+    """
+    parameters = list(module.parameters()) if records else []
+    is_trained = module.training or len({each.requires_grad for each in parameters}) > 1
+    new = [] if is_trained else [each for each in parameters if each.grad is None]
+    try:
+        yield
+    finally:
+        for each in new:
+            each.grad = None
 
 
 def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,14 +16,14 @@ import torch
 from torch import nn
 
 from midstream import hooks
-from midstream.arch import detect, split_heads, split_routers, unknown_logits
+from midstream.arch import detect, parts_left_out, split_heads, split_routers, unknown_logits
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.errors import MidstreamError, ParameterError, PromptError
+from midstream.errors import MidstreamError, ParameterError
 from midstream.plan.values import ModelFacts
-from midstream.requests.arguments import prompts_of
+from midstream.requests.arguments import check_ids, prompts_of
 from midstream.requests.invokes import Called, Invoke, InvokeResult, OutputStream, runs_of, token_ids
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
@@ -50,6 +51,13 @@ def _device(device: Any, device_map: Any) -> Any:
 
 _SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map for several devices
 
+
+# Arguments of transformers' attention functions -> the parts of a model that they have.
+_PARTS = {
+    "softcap": "the soft caps of attention scores",
+    "s_aux": "the sinks of attention",
+    "position_bias": "the position biases of attention",
+}
 
 BATCH_TOKENS = 2048  # of prompts with plans that run together, and of what they generate
 
@@ -88,13 +96,15 @@ class LanguageModel(TraceModel):
         with model.trace("The Eiffel Tower is in"):
             h = model.layers_output[8].save()         # [tokens, hidden]
 
-    Several invokes run as one left-padded batch; each sees only its own tokens. Whether a trace records gradients depends on
-    torch's setting at the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts with plans
-    and without traces run without padding. If they have equal lengths and decode greedily with the same parameters, they run together in
+    Several invokes run as one left-padded batch; each sees only its own tokens. A trace records gradients only if its code, or a function
+    that it calls by name, asks for one (`with loss.backward():`, `.grad`, `requires_grad_()`, `torch.autograd`, `torch.enable_grad()`), or
+    if it uses a tensor of the caller's that requires gradients. Other values that leave a trace are detached. Prompts with plans and
+    without traces run without padding. If they have equal lengths and decode greedily with the same parameters, they run together in
     batches. A batch may change the last bits of a value, by about 1e-5 of the value in float32.
 
     Args:
-        model: a path or name for `AutoModelForCausalLM`, or a model.
+        model: a path or name for `AutoModelForCausalLM`, or a model. If transformers' default attention leaves out a part of the model,
+            as it does the soft caps of Gemma 2, a model that is given by its name gets `attn_implementation="eager"`.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
         rename: as in `VLLM`; a key may also be a class of modules.
         device: where to run.
@@ -104,7 +114,8 @@ class LanguageModel(TraceModel):
         kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name for `dtype`, and `device_map` for `device`.
 
     Raises:
-        ParameterError: transformers does not take an argument, or an argument asks for something that midstream does not support.
+        ParameterError: transformers does not take an argument; an argument asks for something that midstream does not support; or the
+            attention implementation of the given model, or the one that `attn_implementation` asks for, leaves out a part of the model.
     """
 
     has_engine = False
@@ -123,6 +134,7 @@ class LanguageModel(TraceModel):
         **kwargs: Any,
     ) -> None:
         kwargs = loading_arguments(kwargs)
+        is_free = isinstance(model, str) and kwargs.get("attn_implementation") is None
         device = _device(device, kwargs.pop("device_map", None))
         module: Any = _loaded(model, kwargs) if isinstance(model, str) else model
         if kwargs and module is model:
@@ -143,6 +155,7 @@ class LanguageModel(TraceModel):
         self._numbers = itertools.count()  # request ids
         split_routers(module, rename)
         split_heads(module)
+        self._compute_all_of_attention(is_free)
         self.arch = detect(module, self._probe, rename=rename)
         modules = dict(module.named_modules())
         aliases = Aliases(rename, modules)
@@ -155,6 +168,24 @@ class LanguageModel(TraceModel):
     def _probe(self) -> Any:
         with torch.no_grad():
             return self.module(input_ids=torch.tensor([[0, 1, 2]], device=self.module.device), use_cache=False)
+
+    def _compute_all_of_attention(self, is_free: bool) -> None:
+        """Take transformers' eager attention if the default one leaves out a part of the model.
+
+        Raises ParameterError if the caller chose the implementation, so that `is_free` is False.
+        """
+        if not (left_out := parts_left_out(self.module, self._probe)):
+            return
+        if not is_free:
+            parts = " and ".join(_PARTS.get(name, name) for name in left_out)
+            chosen = self.module.config.get_text_config()._attn_implementation
+            raise ParameterError(
+                f"transformers' attention {chosen!r} leaves out {parts} of {type(self.module).__name__}, so its values are not the "
+                "model's. Load the model by LanguageModel(name), which chooses an implementation that computes all of it; or with "
+                "attn_implementation='eager'. For a model that is loaded: model.set_attn_implementation('eager').",
+                field="attn_implementation",
+            )
+        self.module.set_attn_implementation("eager")
 
     @torch.no_grad()
     def _unembeds_as_the_model(self) -> bool:
@@ -240,7 +271,10 @@ class LanguageModel(TraceModel):
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
         )
         single = self._with_programs(single)
-        ids = [self._token_ids(each) for each in single]
+        if any(each.program is not None or (self.edits if each.edits is None else each.edits) for each in invokes):
+            self._check_forward(single)
+        ids = self._all_token_ids(single)
+        self._warn_of_length(ids)
         plans = self.planner.prepare_all(single, ids)
         for invoke in invokes:
             if (most := invoke.params.get("max_tokens")) is not None and most < 1:
@@ -302,10 +336,25 @@ class LanguageModel(TraceModel):
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
         ids = token_ids(invoke, lambda: self.tokenizer, [type(self.module).__name__])
-        rows = len(self.module.get_input_embeddings().weight)
-        if wrong := [token for token in ids if not 0 <= token < rows]:
-            raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
+        check_ids(ids, len(self.module.get_input_embeddings().weight), None)
         return ids
+
+    @property
+    def trained_length(self) -> int | None:
+        return getattr(self._text_config, "max_position_embeddings", None)
+
+    def _warn_of_length(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Warn of prompts with more tokens than the model was made for."""
+        most = self.trained_length
+        long = [number for number, ids in enumerate(prompts) if most is not None and len(ids) > most]
+        if long:
+            which = "The prompt" if len(prompts) == 1 else f"prompts[{long[0]}]"
+            others = f" So have {len(long) - 1} others." if len(long) > 1 else ""
+            warnings.warn(
+                f"{which} has {len(prompts[long[0]])} tokens, and this model was made for {most} (max_position_embeddings): what it "
+                f"computes for later tokens may mean nothing.{others}",
+                stacklevel=2,
+            )
 
     def _run_batch(self, invokes: Sequence[BatchInvoke], until: ExitStack) -> None:
         """Run one batch to the end of its requests. Calls from several threads run one after the other.
