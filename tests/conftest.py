@@ -42,8 +42,6 @@ NOT_REMOTE = {
     "what_vllm_refuses_is_midstreams_error": "a server refuses these itself",
     "other_engines": "it starts engines of its own",
     "a_killed_collection": "it starts engines of its own",
-    "path_patching_equals_transformers_with_hooks": "a server has no route of paths",
-    "positions_and_prompts_of_other_lengths": "a server has no route of paths",
 }
 # What one process runs, by the beginnings of the tests' names.
 TOGETHER = {

@@ -29,7 +29,7 @@ import torch
 
 from midstream.errors import MidstreamError
 
-_LONGEST_LABEL = 12  # characters
+_LONGEST_TICK, _LONGEST_CELL = 20, 12  # characters of a label at an axis, and of a text in a cell
 _LONGEST_LEGEND = 16  # curves in a column
 _WIDEST, _HIGHEST = 14.0, 20.0  # inches: a notebook scales larger figures down
 _HIGHEST_TEXT = 400.0  # inches: a file at 150 dpi may have 65,536 lines of pixels
@@ -385,7 +385,7 @@ def _draw(
 def _label(axis: Any, labels: list[Any], room: float, turned: bool) -> None:
     """Set tick labels: slanted if they would touch, and only every second, third, ... one if there is still too little room."""
     every = -(-len(labels) * 0.14 // room) or 1  # inches for a line of text
-    shown = [(at, show(text)) for at, text in enumerate(labels) if at % every == 0]
+    shown = [(at, show(text, _LONGEST_TICK)) for at, text in enumerate(labels) if at % every == 0]
     flat = not turned or sum(len(text) for _, text in shown) * 0.085 + 0.1 * len(shown) < room
     slant = {} if flat else {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
     axis.set_ticks([at for at, _ in shown], [text for _, text in shown], fontsize=8, **slant)
@@ -415,9 +415,9 @@ def _escaped(label: Any) -> str:
     return str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 
-def show(label: Any) -> str:
-    """A readable label: `␣` for a leading space, escapes for newlines and tabs, long text truncated."""
+def show(label: Any, longest: int = _LONGEST_CELL) -> str:
+    """A readable label: `␣` for a leading space, escapes for newlines and tabs, and at most `longest` characters."""
     text = _escaped(label)
     text = "␣" + text[1:] if text.startswith(" ") else text
-    text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
+    text = text if len(text) <= longest else text[: longest - 1] + "…"
     return text.replace("$", r"\$")  # two of them would make a formula

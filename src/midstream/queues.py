@@ -85,6 +85,11 @@ class BoundedQueue(ByteBudget, Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the consumer has finished all items."""
+        return not self._items and not self._taken
+
     def start(self, name: str, run: Callable[[], None]) -> None:
         """Run the consumer in a daemon thread. If `run` raises, the queued items are dropped and the queue is closed."""
         self._thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)

@@ -13,6 +13,7 @@ Legend: R rows, H the site's width, S the features, C the chosen ones.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import math
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from midstream import sae_files
@@ -37,6 +39,7 @@ from midstream.plan.steps import INPUT, Constant, DType, Ref
 METHODS = ("capture", "steer", "clamp", "ablate")
 _LN_EPS = 1e-5
 _WRITTEN = "midstream-sae"  # the key of a file's metadata
+_FILE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 MOST_TOP = 32
 
 
@@ -134,16 +137,18 @@ class SAE:
         return cls(sae.cfg.to_dict(), sae.state_dict(), site=site, layer=layer)
 
     @classmethod
-    def read(cls, data: bytes) -> SAE:
+    def read(cls, data: bytes | bytearray) -> SAE:
         """The SAE that `written` wrote. Raises PlanError as the class does, or if the data is of something else."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
         try:
-            weights = load(data)
-            size = int.from_bytes(data[:8], "little")
-            config, site, layer = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_WRITTEN])
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            size = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(bytes(data[8:size]))
+            config, site, layer = json.loads(header.pop("__metadata__")[_WRITTEN])
+            weights = {}
+            for name, entry in header.items():  # without a copy: a server holds the data meanwhile
+                begin, end = (size + fields.integer(name, each, 0) for each in entry["data_offsets"])
+                values = _over(memoryview(data)[begin:end], _FILE_DTYPES[entry["dtype"]])
+                weights[name] = values.view(entry["shape"])
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise PlanError(f"The data is no SAE that SAE.written wrote: {error}.") from error
         if not isinstance(config, dict):
             raise fields.refuse("SAE.config", fields.shown(config), "a dict")
@@ -157,8 +162,9 @@ class SAE:
 
     @property
     def nbytes(self) -> int:
-        """The size of its weights in bytes."""
-        return sum(weight.nbytes for weight in self._weights.values())
+        """The bytes of memory that it takes."""
+        sizes = {name: weight.nbytes for name, weight in self._weights.items()}
+        return sum((sizes | {name: constant.nbytes for name, constant in self._constants.items()}).values())
 
     @property
     def held(self) -> dict[str, Constant]:
@@ -422,8 +428,12 @@ class SAE:
         return out if normed.shift is None else step("add.Tensor", out, normed.shift)
 
     def _constant(self, name: str) -> Constant:
+        if name == "directions" and not self._rescales:
+            name = "W_dec"
         if name not in self._constants:
-            self._constants[name] = Constant.of(self._tensor(name))
+            made = self._constants[name] = Constant.of(self._tensor(name))
+            if name in self._weights:  # one copy is enough
+                self._weights[name] = _over(made.data or b"", torch.float32).view(made.shape)
         return self._constants[name]
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -432,16 +442,16 @@ class SAE:
             return self._weights["r_mag"].exp()
         if name == "norms":
             return self._weights["W_dec"].norm(dim=-1)
-        return self._directions if name == "directions" else self._weights[name]
+        if name == "directions":
+            norms_S1 = self._weights["W_dec"].norm(dim=-1, keepdim=True)
+            norms_S1 = norms_S1.where(norms_S1 > 0, torch.ones_like(norms_S1))  # a dead feature adds nothing
+            return self._weights["W_dec"] / norms_S1
+        return self._weights[name]
 
     @cached_property
     def _directions(self) -> torch.Tensor:
         """What one unit of each feature's activation adds, `[S, H]`."""
-        decoder = self._weights["W_dec"]
-        if not self._rescales:
-            return decoder
-        norms_S1 = decoder.norm(dim=-1, keepdim=True)
-        return decoder / norms_S1.where(norms_S1 > 0, torch.ones_like(norms_S1))  # a dead feature adds nothing
+        return _over(self._constant("directions").data or b"", torch.float32).view(self.features, self.width)
 
     @cached_property
     def _constants(self) -> dict[str, Constant]:
@@ -455,6 +465,16 @@ class SAE:
 
     def _checked(self, method: str, feature: Any) -> int:
         return _within(f"SAE.{method}: feature", feature, 0, self.features - 1)
+
+
+def _over(data: bytes | memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over this memory, which it keeps alive. PyTorch's own way warns if the memory is read-only."""
+    raw = np.frombuffer(data, np.uint8)
+    if not raw.size:
+        return torch.empty(0, dtype=dtype)
+    buffer = (ctypes.c_char * raw.size).from_address(raw.ctypes.data)
+    buffer.owner = raw  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 def _within(field: str, value: Any, low: int, high: int) -> int:

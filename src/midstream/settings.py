@@ -40,6 +40,8 @@ class Settings:
         graph_bytes: how much of the memory CUDA graphs with plans may take.
         plan: a plan for every request, as JSON.
         saes: of a server: name -> the directory of a sparse autoencoder.
+        vector_files: of a server: safetensors files of named vectors.
+        plan_file: of a server: the JSON file of the engine-wide plan with which it starts.
 
     Raises:
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
@@ -55,6 +57,8 @@ class Settings:
     graph_bytes: int = GRAPH_BYTES
     plan: str | None = None
     saes: dict[str, str] = field(default_factory=dict)
+    vector_files: tuple[str, ...] = ()
+    plan_file: str | None = None
 
     def __post_init__(self) -> None:
         for site in self.graph_sites:

@@ -183,6 +183,7 @@ def test_sweep_draws_the_metric_or_its_effects_and_says_which(hf: Any) -> None:
         torch.testing.assert_close(drawn_values(ax), torch.tensor(expected[name]["attn_z"][..., 0]), check_dtype=False)
     at_is = hf.path_patching(*pair, positions=[-1], **options).plot(ax=pyplot.subplots()[1])
     assert at_is.get_xlabel() == "head, patched at ␣is"
+    assert drawn[""].get_xlabel() == "head, patched at all positions"
     low, high = drawn["effects"].images[0].get_clim()
     assert -low == high == pytest.approx(1.0, abs=1e-3)
     zeros = hf.sweep(pair[0], None, *pair[2:], source="zeros", layers=[5], positions=[-1], progress=False)

@@ -37,6 +37,7 @@ def made(*steps: Any, **more: Any) -> Program:
 
 SINE = made(("sin.default", (INPUT,)))
 COSINE = made(("cos.default", (INPUT,)))
+KEPT = made(("sin.default", (INPUT,)), result=(Ref(0),))
 SCORE = made(
     ("sin.default", (INPUT,)), ("mul.Tensor", (Ref(0), Const(0))), ("sum.dim_IntList", (Ref(1), (1,), True)),
     constants=[torch.ones(HIDDEN)], result=(Ref(2),),
@@ -47,8 +48,8 @@ PLANS: dict[str, Callable[[], Any]] = {
         Apply("resid_post", layers=3, program=SINE),
         Capture("resid_post", layers=3, when="after", positions="all"),
     ],
-    "capture": lambda: [Capture("resid_post", layers=3, program=made(("sin.default", (INPUT,)), result=(Ref(0),)))],
-    "probe": lambda: [Probe("sines", "resid_post", layer=3, program=SCORE, positions="all")],
+    "capture": lambda: [Capture("resid_post", layers=3, positions="all", program=KEPT)],
+    "probe": lambda: [Probe("resid_post", layer=3, program=SCORE, name="sines", positions="all")],
 }
 
 

@@ -205,7 +205,7 @@ def test_traced_prompts_up_to_the_budget(chunked, plain):
 
 def test_a_traced_prompt_over_the_budget_is_refused_and_untraced_ones_are_not(chunked, plain):
     over = tokens(plain, BUDGET + 1, 2)
-    with pytest.raises(PromptError, match=r"65 tokens; a step takes 64.*larger max_num_batched_tokens"):
+    with pytest.raises(PromptError, match=r"65 tokens; a step takes 64.*plan=Capture.*larger max_num_batched_tokens"):
         with chunked.trace(over, temperature=0.0):
             chunked.logits.save()
     with pytest.raises(PromptError, match="computed in one step"):
@@ -219,6 +219,26 @@ def test_a_traced_prompt_over_the_budget_is_refused_and_untraced_ones_are_not(ch
     with chunked.trace(over[:10], temperature=0.0):
         logits = chunked.logits.save()
     close(logits, plain.run(over[:10]).logits[-1:])
+
+
+def test_numbers_for_each_position_of_a_prompt_in_chunks(chunked, plain):
+    """A plan changes each position by its own numbers, in whichever chunk it is. A step has 64 tokens, so it splits the second prompt."""
+    before, prompts = chunked.gauges()[0]["traced_steps"], [tokens(plain, 60 - 9 * i, i) for i in range(4)]
+    factors, mask = torch.linspace(0.5, 1.5, BUDGET), torch.arange(BUDGET) % 3 == 0
+
+    def body(model):
+        h = model.layers_output[3]
+        h *= factors[: len(h), None]
+        g = model.layers_output[5]
+        model.layers_output[5] = torch.where(mask[: len(g), None], g.tanh(), g)
+        return model.layers_output[6][-1]
+
+    for prompt, found in zip(prompts, chunked.run(body, prompts, max_tokens=1, temperature=0.0), strict=True):
+        count = len(prompt)
+        scaled = ("resid_post", 3), lambda h, count=count: h * factors[:count, None]
+        chosen = ("resid_post", 5), lambda h, count=count: torch.where(mask[:count, None], h.tanh(), h)
+        close(found, plain.run(prompt, dict([scaled, chosen])).sites["resid_post", 6][-1])
+    assert chunked.gauges()[0]["traced_steps"] == before
 
 
 def test_invokes_that_wait_for_each_other_have_to_fit_into_one_step(chunked, plain):

@@ -1,7 +1,7 @@
 """The server on the bundled model, asked by the openai client and by plain HTTP. The oracle is transformers with plain hooks.
 
 It is stock `vllm serve` with the flags that `midstream serve --flags` prints. The other files start `midstream serve`.
-Rows G2, G3, G4, G5, G6, G7, G8, G10, L7, P1, P2.
+Rows F6, G2, G3, G4, G5, G6, G7, G8, G10, L7, P1, P2.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import pickle
@@ -33,6 +34,7 @@ import pytest
 import torch
 from body_checks import distances
 from capture_tools import wait_until
+from limits import least
 from load_clients import request
 from mutations import mutated
 from plain_forward import PlainForward
@@ -703,6 +705,42 @@ def test_a_monitor_scores_every_request_and_may_end_it(
     assert scores_in_metrics(server, "monitor") == seen
 
 
+def test_one_keys_hostile_plans_do_not_hold_up_another_keys_steer(server: Server) -> None:
+    """F6. Seen before: 27 KiB made another key's request with one steer wait for 37 s."""
+    over, refused = threading.Event(), list[int]()
+
+    def unbinds(number: int) -> dict[str, Any]:
+        steps: list[Any] = [["full.default", [[{"rows": 1}, 1000 - number % 200, 0], 0.0]]]
+        steps += [["unbind.int", [{"step": 0}, 1]]] * 250
+        given = {"width": HIDDEN, "dtype": "float32", "result": {"input": True}, "constants": [], "steps": steps}
+        edit = {"kind": "apply", "site": "resid_post", "layers": [0], "program": {"program": "x"}}
+        return {"interventions": [edit], "programs": {"x": given}}
+
+    def attack(numbers: Iterator[int]) -> None:
+        while not over.is_set():
+            more = {"midstream": {"plan": unbinds(next(numbers))}}
+            status, body = server.post("/v1/completions", {"model": "demo", "prompt": "The", **more}, key=THEIRS)
+            assert status == 400 and "results" in json.dumps(body), body
+            refused.append(status)
+
+    with ThreadPoolExecutor(6) as pool:
+        attackers = [pool.submit(attack, itertools.count(50 * i)) for i in range(6)]
+        try:
+
+            def wait() -> float:
+                began = time.monotonic()
+                body = {"model": "demo", "prompt": "The", "max_tokens": 1, "midstream": {"plan": [STEER]}}
+                assert server.post("/v1/completions", body, key=MINE)[0] == 200
+                return time.monotonic() - began
+
+            assert least(wait, 1.0, attempts=10) < 1.0
+        finally:
+            over.set()
+        for attacker in attackers:
+            attacker.result(60)
+    assert refused
+
+
 def test_mutated_bodies_with_probes_gates_and_saes_leave_neighbours_equal(server: Server) -> None:
     """M7. A plain prompt that runs beside them all the time has the same answer. `MIDSTREAM_FUZZ=10000` sends more of them."""
     probe = {**PROBE, "positions": "all", "stop_above": 30.0, "aggregate": "mean"}
@@ -956,6 +994,10 @@ def test_a_recorded_run_is_the_source_of_patches_by_its_name(
     assert status == 200 and found["runs"]["clean"]["sites"] == ["resid_post"], found
     assert set(server.ask("GET", "/v1/midstream/runs")[1]["runs"]) == {"clean"}
     assert complete(client, target, field(patch)).choices[0].text == reference.text(target, patched)
+    with pytest.raises(
+        openai.BadRequestError, match=r"source_position is one position, and .* is 2 tokens, at \[1, 2\]"
+    ):
+        complete(client, target, field(patch | {"position": {"span": "capital of"}}))
     status, found = server.post("/v1/midstream/runs", record, key=THEIRS)
     assert status == 409 and "is there already" in found["error"]["message"]
     assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS)[0] == 403

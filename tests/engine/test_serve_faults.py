@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from limits import until
@@ -28,9 +29,9 @@ PLAN = [
 
 
 class Stream(threading.Thread):
-    """A streamed request with captures; `lines` are those that have come."""
+    """A streamed request, by default with captures; `lines` are those that have come."""
 
-    def __init__(self, server: Server, tokens: int = 200) -> None:
+    def __init__(self, server: Server, tokens: int = 200, path: str = "/v1/completions", given: Any = None) -> None:
         super().__init__(daemon=True)
         body = {
             "model": "demo",
@@ -40,10 +41,8 @@ class Stream(threading.Thread):
             "ignore_eos": True,
             "stream": True,
         }
-        data = json.dumps({**body, "midstream": {"plan": PLAN}}).encode()
-        self._request = urllib.request.Request(
-            f"{server.url}/v1/completions", data, {"Content-Type": "application/json"}
-        )
+        data = json.dumps(given or {**body, "midstream": {"plan": PLAN}}).encode()
+        self._request = urllib.request.Request(f"{server.url}{path}", data, {"Content-Type": "application/json"})
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self.start()
@@ -55,6 +54,19 @@ class Stream(threading.Thread):
                 self.lines += (line.decode().strip() for line in response if line.strip())
         except Exception as error:
             self.error = error
+
+
+# More cells than the tests wait for.
+SWEEP = {
+    "clean": ["The capital of France is"] * 64,
+    "corrupt": ["The capital of Italy is"] * 64,
+    "answer": [" Paris"] * 64,
+}
+SWEEP |= {"foil": [" Rome"] * 64, "sites": ["resid_post", "mlp_out", "attn_out"]}
+
+
+def sweep(server: Server) -> Stream:
+    return Stream(server, path="/v1/midstream/sweeps", given=SWEEP)
 
 
 @contextlib.contextmanager
@@ -92,6 +104,16 @@ def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         until(lambda: not processes(server))
 
 
+def test_sigterm_ends_a_server_that_is_starting(tmp_path: Path) -> None:
+    """While its engine starts: vLLM ignores the interrupt there, and waits for an engine that it has given up."""
+    with serving(tmp_path, stock=False, is_up=False) as server:
+        until(lambda: "VLLM::EngineCor" in processes(server).values())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 130
+        until(lambda: not processes(server))
+        assert "the server was ended before it was up" in server.log.read_text()
+
+
 TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
@@ -111,10 +133,13 @@ def test_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
         if killed == "EngineCore":
             stack.enter_context(half_sent(server))
         (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]
-        stream = Stream(server, tokens=500)
+        stream, swept = Stream(server, tokens=500), sweep(server)
         os.kill(process, signal.SIGKILL)
         stream.join(60)
-        assert stream.error is not None or '"error"' in stream.lines[-2], stream.lines[-2:]
+        assert stream.error is None and any('"error"' in line for line in stream.lines[-2:]), stream.lines[-2:]
+        swept.join(60)
+        assert swept.error is None and swept.lines[-2] == "event: error", swept.lines[-4:]
+        assert json.loads(swept.lines[-1].removeprefix("data: "))["error"]["type"] == "EngineClosedError"
         assert not server.is_healthy()
         with contextlib.suppress(urllib.error.URLError, ConnectionError):  # it has gone already
             assert server.complete("The", midstream={"plan": PLAN})[0] >= 500

@@ -1,7 +1,9 @@
-"""Sweeps over HTTP: events, errors, limits and closed connections (row H10). Row G8."""
+"""Sweeps and path patching over HTTP: events, errors, limits and closed connections (rows H10, N8). Row G8."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import time
 import urllib.request
@@ -11,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from servers import KEYS, Server
+
+from midstream import Remote
+from midstream.errors import MidstreamError
 
 if TYPE_CHECKING:
     from midstream import LanguageModel
@@ -27,10 +32,12 @@ def server(traces_server: Server) -> Server:
     return traces_server
 
 
-def events_of(server: Server, asked: dict[str, Any], most: int = 1 << 30, key: str = KEY) -> list[tuple[str, Any]]:
+def events_of(
+    server: Server, asked: dict[str, Any], most: int = 1 << 30, key: str = KEY, route: str = "sweeps"
+) -> list[tuple[str, Any]]:
     """The events of a sweep; the connection is closed after `most`."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{server.url}/v1/midstream/sweeps", json.dumps(asked).encode(), headers)
+    request = urllib.request.Request(f"{server.url}/v1/midstream/{route}", json.dumps(asked).encode(), headers)
     found: list[tuple[str, Any]] = []
     with urllib.request.urlopen(request, timeout=120) as response:
         assert response.headers["content-type"] == "text/event-stream"
@@ -75,6 +82,99 @@ def test_a_sweep_streams_its_start_cells_and_summary(server: Server, hf: Languag
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": [4, 5, 7]},
+        {"layers": [4], "freeze_mlps": True, "positions": [1, -1]},
+        {"layers": [0], "receivers": [(4, 1), (-3, 3)]},
+    ],
+)
+def test_path_patching_on_a_server_equals_that_of_transformers(
+    server: Server, hf: LanguageModel, options: dict[str, Any]
+) -> None:
+    expected = hf.path_patching(**ASKED, **options)
+    model = Remote(server.url, api_key=KEY)
+    result = model.path_patching(**ASKED, **options)
+    np.testing.assert_allclose(result.values["attn_z"], expected.values["attn_z"], rtol=1e-3, atol=2e-3)
+    assert result.outline.paths == expected.outline.paths and result.outline.direction == "noising"
+    assert (
+        result.outline.grid == expected.outline.grid
+        and not result.void
+        and len(result.noise) == len(expected.noise) > 0
+    )
+    assert let_go(server)
+
+
+def test_path_patching_streams_cells_and_events(server: Server, hf: LanguageModel) -> None:
+    expected = hf.path_patching(**ASKED).values["attn_z"]
+    stream = Remote(server.url, api_key=KEY).path_patching(**ASKED, stream=True)
+    for cell in itertools.islice(stream, 3):
+        assert cell.value == pytest.approx(expected[tuple(cell.index)], abs=2e-3)
+    stream.close()
+    assert let_go(server)
+    found = events_of(server, ASKED, route="path_patching")
+    assert found[0][1]["paths"] == {"receivers": None, "frozen": ["attn_z"]} and found[-1][0] == "summary"
+    cells = {tuple(event["index"]): event["value"] for name, event in found if name == "cell"}
+    assert cells == pytest.approx({index: expected[index] for index in np.ndindex(8, 4, 1)}, rel=1e-3, abs=2e-3)
+
+    async def on_an_event_loop() -> Any:
+        model = Remote(server.url, api_key=KEY, mode="async")
+        await model.start()
+        return await model.path_patching(**ASKED, layers=[0], receivers=(5, 3))
+
+    result = asyncio.run(on_an_event_loop())
+    expected = hf.path_patching(**ASKED, layers=[0], receivers=(5, 3)).values["attn_z"]
+    np.testing.assert_allclose(result.values["attn_z"], expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "text"),
+    [
+        ({"receivers": (5, 3, "q")}, "receivers", "queries, keys and values cannot be receivers"),
+        ({"receivers": (5, 4)}, "receivers", "receivers has head 4 of layer 5. Allowed: 0 to 3"),
+        ({"receivers": (5, 1), "layers": [5]}, "layers", "Only heads of layers before 5"),
+        ({"answer": " Paris Rome"}, "answer", "2 tokens"),
+        ({"corrupt": None}, "corrupt", "corrupt is None"),
+        (
+            {"clean": "a " * 200, "corrupt": "b " * 200},
+            "layers",
+            r"freezes 7 values at each of \d+ tokens, .* allowed: 1,024 over HTTP",
+        ),
+        ({"clean": [CLEAN] * 65, "corrupt": [CORRUPT] * 65}, "clean", "allowed: 64"),
+    ],
+)
+def test_path_patching_on_a_server_refuses_by_name(server: Server, changed: Any, field: str, text: str) -> None:
+    with pytest.raises(MidstreamError, match=text) as caught:
+        Remote(server.url, api_key=KEY).path_patching(**{**ASKED, **changed})
+    assert caught.value.field == field
+    assert gauges(server)["sweeps"] == 0
+    if "receivers" not in changed:
+        status, body = server.ask(
+            "POST", "/v1/midstream/path_patching", json.dumps({**ASKED, **changed}).encode(), key=KEY
+        )
+        assert status == 400 and body["error"]["param"] == field
+
+
+def test_a_server_has_no_gradients(server: Server) -> None:
+    with pytest.raises(
+        MidstreamError, match=r"vLLM computes none\. Call it on LanguageModel.*or use path_patching here"
+    ):
+        Remote(server.url, api_key=KEY).edge_attribution(*ASKED.values())
+
+
+def test_the_event_of_the_baselines_warns_of_an_answer_without_its_space(server: Server) -> None:
+    with pytest.warns(
+        UserWarning, match=r"answer is 'Paris'\. After the clean prompt the token ' Paris' is more than"
+    ) as caught:
+        Remote(server.url, api_key=KEY).sweep(**{**ASKED, "answer": "Paris"}, layers=[2], positions=[3])
+    for route in ("sweeps", "path_patching"):
+        found = dict(events_of(server, {**ASKED, "answer": "Paris", "layers": [2]}, most=2, route=route))
+        assert found["baselines"]["warnings"] == [str(each.message) for each in caught]
+    assert dict(events_of(server, {**ASKED, "layers": [2]}, most=2))["baselines"]["warnings"] == []
+    assert let_go(server)
+
+
+@pytest.mark.parametrize(
     ("changed", "field", "text"),
     [
         ({"answer": " Paris Rome"}, "answer", "2 tokens"),
@@ -99,15 +199,15 @@ def test_errors_before_the_first_event_are_plain_400s(server: Server, changed: A
 
 
 def test_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(server: Server) -> None:
-    """Seen failing without the lines that close the events when the client has gone."""
+    """Path patching counts as a sweep. Seen failing without the lines that close the events when the client has gone."""
     long = {**ASKED, "clean": [CLEAN] * 60, "corrupt": [CORRUPT] * 60}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     opened = []
-    for _ in range(4):
-        request = urllib.request.Request(f"{server.url}/v1/midstream/sweeps", json.dumps(long).encode(), headers)
+    for route in ("sweeps", "path_patching") * 2:
+        request = urllib.request.Request(f"{server.url}/v1/midstream/{route}", json.dumps(long).encode(), headers)
         opened.append(urllib.request.urlopen(request, timeout=60))
         opened[-1].readline()
-    status, body = server.ask("POST", "/v1/midstream/sweeps", json.dumps(ASKED).encode(), key=KEY)
+    status, body = server.ask("POST", "/v1/midstream/path_patching", json.dumps(ASKED).encode(), key=KEY)
     assert status == 503 and "This API key runs 4 sweeps already" in body["error"]["message"]
     assert gauges(server)["sweeps"] == 4
     assert events_of(server, ASKED, key=KEYS[1])[-1][0] == "summary"

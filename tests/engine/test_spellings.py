@@ -22,6 +22,7 @@ WIDTH, LAYER, STEPS = 256, 3, 4
 V = torch.linspace(-4, 4, WIDTH)
 D = torch.nn.functional.normalize(torch.sin(torch.arange(WIDTH).float()), dim=0)
 ENCODER = torch.sin(torch.arange(WIDTH * 512).float()).view(WIDTH, 512) / 16
+FACTORS, MASK = torch.linspace(0.5, 1.5, 20), torch.arange(20) % 3 != 1
 Write = Callable[[Any], None]
 
 
@@ -91,6 +92,35 @@ def where_a_score_is_high(m: Any) -> None:
     m.layers_output[LAYER] = torch.where((h @ D > 0.3)[:, None], h - V, h)
 
 
+def scales_each_position(m: Any) -> None:
+    h = m.layers_output[LAYER]
+    h *= FACTORS[: len(h), None]
+
+
+def adds_at_a_mask_of_positions(m: Any) -> None:
+    h = m.layers_output[LAYER]
+    h[MASK[: len(h)]] += V
+
+
+def chooses_by_a_mask_of_positions(m: Any) -> None:
+    h = m.layers_output[LAYER]
+    m.layers_output[LAYER] = torch.where(MASK[: len(h), None], h.tanh() * 4, h)
+
+
+def changes_positions_by_turns(m: Any) -> None:
+    h = m.layers_output[LAYER]
+    h[::2] += V
+    h[1::2] -= V
+    h[-1] *= 1.5
+
+
+def keeps_the_largest_features(m: Any) -> None:
+    h = m.layers_output[LAYER]
+    features = torch.relu(h @ ENCODER)
+    best = features.topk(16, dim=-1)
+    m.layers_output[LAYER] = h + torch.zeros_like(features).scatter_(-1, best.indices, best.values) @ ENCODER.T / 4
+
+
 WRITES: list[Write] = [
     adds,
     adds_in_its_dtype,
@@ -104,6 +134,11 @@ WRITES: list[Write] = [
     gates,
     adds_an_earlier_value,
     where_a_score_is_high,
+    scales_each_position,
+    adds_at_a_mask_of_positions,
+    chooses_by_a_mask_of_positions,
+    changes_positions_by_turns,
+    keeps_the_largest_features,
 ]
 writes = pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 
@@ -131,7 +166,8 @@ def check(plain: PlainForward, engine: VLLM, write: Write, steps: str) -> None:
     function = body(write, steps)
     before = engine.gauges()[0]["traced_steps"]
     found = engine.run(function, PROMPTS, max_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    assert "no code runs in the engine" in engine.explain(function), engine.explain(function)
+    for prompt in (PROMPTS[0], PROMPTS[1]):
+        assert "no code runs in the engine" in engine.explain(function, prompt), engine.explain(function, prompt)
     assert engine.gauges()[0]["traced_steps"] == before
     for prompt, values in zip(PROMPTS, found, strict=True):
         ran = plain.run(body(in_transformers(write), steps), prompt, STEPS)

@@ -530,11 +530,8 @@ def test_a_sweep_over_several_pairs_agrees_with_the_python_client(
 
     assert page["shown"].get_attribute("value") == "mean"
     assert_shows(page, result.values)
-    assert (
-        header()
-        == ["The", "␣capital", "␣of", "3", "␣is"]
-        == [each.label.replace(" ", "␣") for each in result.outline.grid.columns]
-    )
+    assert header() == ["The", "␣capital", "␣of", "position 3", "␣is"]
+    assert [each.label for each in result.outline.grid.columns] == ["The", " capital", " of", "position 3", " is"]
     page.cell(4, 3).click()
     shown, name = page.readout(), "recovered" if metric == "recovered" else "logit difference"
     assert (shown["Token"], shown["Position"], shown["Pairs"]) == ("differs by pair", "3", "3 of 3")
@@ -566,6 +563,16 @@ def test_a_sweep_over_several_pairs_agrees_with_the_python_client(
             assert row[column] == str(known[column])
         for column in ("logprob", "foil_logprob", "value", "recovered"):
             assert float(row[column]) == pytest.approx(known[column], abs=2e-3)
+
+
+def test_an_answer_without_its_space_is_warned_of_above_the_heatmaps(page: Page) -> None:
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER.strip(), foil=FOIL)
+    page.start()
+    found = dict((each["event"], each) for each in events(page.server, answer=ANSWER.strip()))["baselines"]["warnings"]
+    assert page.text("sweep-warning") == found[0] and len(found) == 1 and f"answer={ANSWER!r}" in found[0]
+    page.fill(answer=ANSWER)
+    page.start()
+    assert page.text("sweep-warning") == ""
 
 
 def test_a_click_runs_the_cell_of_the_shown_pair_again(page: Page, server: Server) -> None:

@@ -67,6 +67,17 @@ def bodies(width: int) -> dict[str, Any]:
         model.layers_output[LAYER][-1] = torch.sigmoid(model.layers_output[LAYER][-1])
         return model.layers_output[LATER][-1]
 
+    factors, mask = torch.linspace(0.5, 1.5, 64), torch.arange(64) % 3 == 0
+
+    def top_k_by_scatter(h: Any) -> Any:
+        features = torch.relu(h @ enc.to(h))
+        best = features.topk(16, dim=-1)
+        return h + torch.zeros_like(features).scatter_(-1, best.indices, best.values) @ dec.to(h)
+
+    def rows_of_a_decoder(h: Any) -> Any:
+        best = (h @ enc.to(h)).topk(8, dim=-1)
+        return h + (best.values[..., None] * dec.to(h)[best.indices]).sum(-2)
+
     changes = {
         "adds_a_converted_vector": lambda h: h + v.to(h),
         "adds_twice": lambda h: h + 2 * v.to(h),
@@ -77,6 +88,10 @@ def bodies(width: int) -> dict[str, Any]:
         "unit_norm": lambda h: torch.nn.functional.normalize(h, dim=-1) * 8,
         "layer_norm": lambda h: torch.nn.functional.layer_norm(h, h.shape[-1:]),
         "top_k": lambda h: h * (h >= h.topk(32, dim=-1).values[:, -1:]),
+        "top_k_by_scatter": top_k_by_scatter,
+        "rows_of_a_decoder": rows_of_a_decoder,
+        "a_factor_for_each_position": lambda h: h * factors[: len(h), None].to(h),
+        "a_mask_of_positions": lambda h: torch.where(mask[: len(h), None].to(h.device), h.tanh() * 4, h - v.to(h)),
     }
     found = {name: replaced(change) for name, change in changes.items()}
     return {**found, "column": column, "mlp": mlp, "earlier": earlier, "last_row": last_row}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from oracle import Plain, close
 from plan_cases import tokens, vector
+from tokenizers.processors import TemplateProcessing
 
 from midstream import Capture, Patch, Span, Steer
 from midstream.errors import PromptError
@@ -121,3 +123,43 @@ def test_what_is_no_chat_is_refused_in_words(model: Any, chats: dict[str, list[i
         model.generate([{"role": "user", "content": [{"type": "image", "url": "cat.png"}]}])
     with pytest.raises(PromptError, match="or a list of chat messages"):
         model.generate([ASKED[0], "and a text"])
+
+
+def test_a_second_token_of_the_beginning_warns_wherever_a_prompt_is_text(
+    model: Any, plain: Plain, tmp_path: Path
+) -> None:
+    """A rendered chat has the token that the tokenizer adds again. The warning's text is constant, so Python shows it once."""
+    backend = model.tokenizer._tokenizer
+    before, bos = backend.post_processor, model.tokenizer.bos_token
+    assert bos is not None
+    backend.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, model.tokenizer.bos_token_id)]
+    )
+    rendered, run = f"{bos}user: The capital of France?", {"max_tokens": 1}
+    calls = {
+        "generate": lambda text: model.generate(text, **run),
+        "run": lambda text: model.run(lambda m: m.logits, text),
+        "record": lambda text: model.record(text, sites=["resid_post"]),
+        "activations": lambda text: list(model.activations([text], "resid_post", 3)),
+        "collect": lambda text: model.collect(
+            [text], plan=Capture("resid_post", layers=3), to=tmp_path / str(len(text))
+        ),
+        "sweep": lambda text: model.sweep(
+            text, text.replace("France", "Italy"), " Paris", " Rome", layers=[3], positions=[0]
+        ),
+    }
+    try:
+        for name, call in calls.items():
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                call("user: The capital of France?")
+                assert not [each for each in seen if "has put another one" in str(each.message)], name
+                call(rendered)
+            assert [each for each in seen if "has put another one before it" in str(each.message)], name
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with model.trace(rendered):
+                model.logits.save()
+            assert any("has put another one before it" in str(each.message) for each in seen)
+    finally:
+        backend.post_processor = before

@@ -7,12 +7,14 @@ Values are compared with plain transformers (`oracle`). Collections that are kil
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterator
@@ -33,11 +35,14 @@ from plan_cases import GREEDY
 from transformers import AddedToken
 
 from midstream import Capture, LanguageModel, Span, Steer, Subsample, demo_model, open_captures
+from midstream.capture import consumers, directory
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, Store, remove_orphans
+from midstream.capture.sinks import Sinks
 from midstream.client import collecting
 from midstream.client.collecting import Estimate
 from midstream.errors import CaptureError, NotCapturedError, ParameterError, PlanError, PromptError
+from midstream.transformers import model as language_model
 from midstream.transformers.batch import RunningPlan
 
 if TYPE_CHECKING:
@@ -602,18 +607,109 @@ def test_a_collection_has_files_of_the_size_and_rows_of_the_dtype_asked_for(
         hf.collect(IDS, plan=LAST, to=tmp_path / "other", shard_bytes=0)
 
 
-def test_an_interrupted_collection_says_in_one_line_how_to_go_on(
+def test_a_collection_that_is_interrupted_before_it_runs_says_in_one_line_how_to_go_on(
     hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
+    hf.collect(IDS[:1], plan=LAST, to=tmp_path)
     monkeypatch.setattr(hf, "_run", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=f"in '{tmp_path}'; the same call again") as caught:
+    message = f"^1 of 2 prompts are in '{tmp_path}'\\. The same call again collects the others\\.$"
+    with pytest.raises(KeyboardInterrupt, match=message) as caught:
         hf.collect(IDS[:2], plan=LAST, to=tmp_path)
     assert caught.value.__suppress_context__ and len(caught.traceback) == 2
     monkeypatch.undo()
     assert len(hf.collect(IDS[:2], plan=LAST, to=tmp_path)) == 2
+
+
+@contextmanager
+def interrupted_after(
+    count: int, monkeypatch: pytest.MonkeyPatch, at: threading.Event | None = None
+) -> Iterator[list[str]]:
+    """A block that Ctrl-C ends once the rows of so many requests have ended. Yields a list that gets the message. Sets `at` before.
+
+    Ended requests wait an hour for the others that run.
+    """
+    monkeypatch.setattr(consumers, "COLLECT_LINGER", 3600.0)
+    really, ends = DirectorySink.end, iter(range(1, 10**6))
+
+    def end(self: Any, request_id: str, error: Exception | None) -> None:
+        really(self, request_id, error)
+        if next(ends) == count:
+            (at or threading.Event()).set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(DirectorySink, "end", end)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt) as caught:
+        yield said
+    said.append(str(caught.value))
+
+
+def test_ctrl_c_tells_how_many_prompts_are_in_the_directory(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "at least 0": what had ended was written as the process ended."""
+    monkeypatch.setattr(language_model, "BATCH_TOKENS", 64)  # many batches on transformers
+    with interrupted_after(60, monkeypatch) as said:
+        model.collect(prompts(), plan=plan(), to=tmp_path, **PARAMS)
+    there = len(open_captures(tmp_path))
+    text = f"{there} of {collect_script.COUNT} prompts are in '{tmp_path}'. The same call again collects the others."
+    assert said == [text] and 60 <= there <= collect_script.COUNT
+    model.sinks.flush(str(tmp_path))
+    assert len(open_captures(tmp_path)) == there
+
+
+def test_a_second_ctrl_c_tells_how_many_prompts_are_certain(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It interrupts the wait for a slow disk, which goes on to write."""
+    really_flush, really_wait = DirectorySink.flush, Sinks.flush
+    interrupted, waits, written = (threading.Event() for _ in range(3))
+
+    def flush(self: Any) -> None:
+        if interrupted.is_set() and not written.is_set():
+            assert waits.wait(30)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert written.wait(30)
+        really_flush(self)
+
+    def wait(self: Any, to: Any) -> str | None:
+        waits.set()
+        return really_wait(self, to)
+
+    hf.collect(prompts()[:7], plan=plan(), to=tmp_path, **PARAMS)
+    monkeypatch.setattr(language_model, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(DirectorySink, "flush", flush)
+    monkeypatch.setattr(Sinks, "flush", wait)
+    with interrupted_after(60, monkeypatch, interrupted) as said:
+        hf.collect(prompts(), plan=plan(), to=tmp_path, **PARAMS)
+    there = len(open_captures(tmp_path))
+    assert said[0].startswith(f"At least {there} of {collect_script.COUNT} prompts are in '{tmp_path}'.") and there >= 7
+    written.set()
+    assert hf.sinks.flush(str(tmp_path)) is None
+    assert len(open_captures(tmp_path)) > there
+
+
+def test_ctrl_c_on_a_disk_that_fails_tells_what_is_there_and_why(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hf.collect(prompts()[:7], plan=plan(), to=tmp_path, **PARAMS)
+    monkeypatch.setattr(language_model, "BATCH_TOKENS", 64)
+    with monkeypatch.context() as failing, interrupted_after(60, monkeypatch) as said:
+        failing.setattr(directory, "write_shard", full)
+        hf.collect(prompts(), plan=plan(), to=tmp_path, **PARAMS)
+    assert said == [
+        f"7 of {collect_script.COUNT} prompts are in '{tmp_path}'. Prompts that ended last could not be written: OSError: [Errno 28] No "
+        "space left on device. The same call again collects the others."
+    ]
+    assert len(open_captures(tmp_path)) == 7
+    assert len(hf.collect(prompts()[:9], plan=plan(), to=tmp_path, **PARAMS)) == 9
 
 
 def test_the_bar_has_prompts_rows_bytes_and_the_time_left(hf: LanguageModel, tmp_path: Path, capfd: Any) -> None:
@@ -638,13 +734,13 @@ def test_an_interrupted_collection_on_transformers_ends_at_once_and_goes_on(
     last = (tmp_path / "errors").read_text().splitlines()[-1]
     assert seconds < 10, last  # one, where nothing else runs
     said = re.fullmatch(
-        f"KeyboardInterrupt: At least (\\d+) of {collect_script.COUNT} prompts are in '{tmp_path / 'rows'}'; the same call again collects "
-        "the others.",
+        f"KeyboardInterrupt: (\\d+) of {collect_script.COUNT} prompts are in '{tmp_path / 'rows'}'\\. The same call again collects the "
+        "others\\.",
         last,
     )
     assert said, last
     store = check_what_is_left(tmp_path, ended_before(tmp_path, interrupted - 0.5), plain)  # the last batch may be lost
-    assert int(said[1]) <= len(store) <= int(said[1]) + 16  # those of one batch may have ended just then
+    assert int(said[1]) == len(store)
     check_the_rest(hf, tmp_path, len(store), plain, caplog)
 
 

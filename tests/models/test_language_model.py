@@ -384,6 +384,16 @@ def test_gradient_errors_say_what_to_do(hf):
             loss = hf.logits.sum()
             with loss.backward():
                 h.grad.save()
+    with pytest.raises(
+        RuntimeError, match=r"one batch with one graph.*retain_graph=True\) in each invoke but the last"
+    ):
+        with hf.trace(temperature=0.0) as tracer:
+            for prompt in (PARIS, MARY):
+                with tracer.invoke(prompt):
+                    h = hf.layers_output[3]
+                    loss = hf.logits.sum()
+                    with loss.backward():
+                        h.grad.save()
     with pytest.raises(TraceError, match="does not depend on"):
         with hf.trace(PARIS, temperature=0.0):
             h = hf.layers_output[3] * 2

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 
-from midstream import LanguageModel, Remote, Steer
+from midstream import LanguageModel, Steer
 from midstream.errors import ParameterError, PlanError, PromptError
 from midstream.sweeps.request import align
 from midstream.sweeps.results import SweepResult
@@ -249,6 +249,7 @@ def test_path_patching_equals_transformers_with_hooks(model, plain):
             ([0, 3], {"receivers": receivers}),
         ):
             result = model.path_patching(*PAIR, layers=layers, direction=direction, **options)
+            assert result.outline.paths.frozen == ["attn_z", "mlp_out"][: 1 + options.get("freeze_mlps", False)]
             if "receivers" in options:
                 assert result.outline.paths.receivers == [(4, 1), (5, 3)]
                 options = {"receivers": [(4, 1), (5, 3)]}
@@ -307,6 +308,14 @@ def test_several_pairs_and_metrics_of_edges(hf):
     answer = hf.edge_attribution(CLEAN, CORRUPT, " Paris", metric="logprob").scores
     foil = hf.edge_attribution(CLEAN, CORRUPT, " Rome", metric="logprob").scores
     np.testing.assert_allclose(answer - foil, one.scores, rtol=1e-3, atol=1e-3)
+
+
+def test_edges_of_an_answer_that_lacks_its_space_are_warned_of(hf):
+    with pytest.warns(
+        UserWarning, match=r"foil is 'Rome'\. After the corrupt prompt of pair 1 the token ' Rome' is more than"
+    ) as caught:
+        hf.edge_attribution([CLEAN] * 2, [CORRUPT] * 2, " Paris", [" Rome", "Rome"])
+    assert len(caught) == 1
 
 
 def test_frozen_weights_have_edges(plain, hf):
@@ -429,11 +438,7 @@ def test_edges_of_a_model_with_a_plan_are_refused(hf):
 
 @pytest.mark.engine
 def test_an_engine_has_no_gradients(engine):
-    with pytest.raises(ParameterError, match=r"vLLM computes none. Call it on LanguageModel\(name\)"):
+    with pytest.raises(
+        ParameterError, match=r"vLLM computes none. Call it on LanguageModel\(name\), or use path_patching here"
+    ):
         engine.edge_attribution(*PAIR)
-
-
-def test_a_server_has_no_route_of_paths():
-    remote = object.__new__(Remote)
-    with pytest.raises(ParameterError, match="Call it on a VLLM or a LanguageModel"):
-        remote.path_patching(*PAIR)

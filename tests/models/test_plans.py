@@ -32,7 +32,7 @@ from plan_cases import (
 )
 
 from midstream import Capture, Clamp, Patch, Plan, Span, Steer, open_captures
-from midstream.errors import CaptureError, PlanError
+from midstream.errors import CaptureError, PlanError, PromptError
 from midstream.plan.program import Program
 from midstream.plan.steps import INPUT, Ref, Step
 from midstream.plan.values import Apply
@@ -311,6 +311,15 @@ def test_a_recorded_run_moves_the_answer(model: Any, plain: Plain) -> None:
     (output,) = model.generate(FRANCE, plan=[patch, everything(when="after")], max_tokens=1, **GREEDY)
     mixed = after_rows([1, 2], lambda h: 0.5 * h + 0.5 * source["mlp_out", 2][4])
     close(output.captures["resid_post", 7], plain.run(FRANCE, {("resid_post", 5): mixed}).sites["resid_post", 7])
+    # A span of several tokens takes one source position for each of them.
+    patch = Patch("resid_post", layer=3, position=Span("capital of"), source=run, source_position=[2, -1])
+    (output,) = model.generate(FRANCE, plan=[patch, everything(when="after")], max_tokens=1, **GREEDY)
+    both = after_rows([1, 2], lambda h: source["resid_post", 3][[2, 4]])
+    close(output.captures["resid_post", 7], plain.run(FRANCE, {("resid_post", 3): both}).sites["resid_post", 7])
+    with pytest.raises(PlanError, match=r"source_position is one position, and Span.* is 2 tokens, at \[1, 2\]"):
+        model.generate(FRANCE, plan=replace(patch, source_position=-1), **GREEDY)
+    with pytest.raises(PromptError, match=r"record runs one prompt; 2 were given\. Call it once for each\."):
+        model.record([ITALY, FRANCE], sites=["resid_post"])
     model.runs.delete("italy")
 
 

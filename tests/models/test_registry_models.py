@@ -16,7 +16,7 @@ from attended import Attended
 
 from midstream import LanguageModel
 from midstream.arch import detect
-from midstream.errors import ArchitectureError
+from midstream.errors import ArchitectureError, ParameterError
 
 PROMPT = "The river runs from the mountains to the sea"
 IDS = torch.tensor([[5, 17, 33, 60, 91, 120, 44]])
@@ -50,6 +50,15 @@ def test_heads_are_those_of_the_attention(name: str, heads: list[tuple[int, int]
     with torch.no_grad():
         values = model.run(lambda m: [m.attn_z[i] for i in range(4)], PROMPT)
     assert [tuple(value.shape[1:]) for value in values] == heads
+
+
+def test_edges_of_a_model_whose_layers_end_with_a_factor_are_refused(tmp_path: Path) -> None:
+    """Gemma 4 multiplies the stream by `layer_scalar`, so `resid_post` is not the sum of what attention and MLP add."""
+    model = loaded("gemma4", tmp_path)
+    factors = [float(layer.layer_scalar) for layer in model.module.model.layers]
+    assert all(abs(factor - 1) > 0.01 for factor in factors)
+    with pytest.raises(ParameterError, match="before it adds it to the residual stream"):
+        model.edge_attribution(IDS[0].tolist(), IDS[0].flip(0).tolist(), 5, 6)
 
 
 def test_an_attention_function_that_gets_its_mask_by_keyword(tmp_path: Path) -> None:

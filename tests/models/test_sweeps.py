@@ -1,8 +1,10 @@
 """Sweeps (rows H1 to H12) against plain transformers with hooks, on vLLM, on transformers and, with --remote, on a server."""
 
 import math
+import re
 import sys
 import time
+import warnings
 from dataclasses import replace
 from types import ModuleType
 
@@ -289,6 +291,90 @@ def test_several_pairs_and_sites_are_shown(hf):
         result.plot()
 
 
+def test_columns_that_differ_by_pair_are_named_by_their_positions(hf):
+    """They were named "3", like a token. A name, the same tokens in all pairs, and what the caller gave go before numbers."""
+
+    def labels(*args, **options):
+        return [
+            column.label for column in hf.sweep(*args, " Paris", " Rome", layers=[2], **options).outline.grid.columns
+        ]
+
+    clean = ["The capital of France is", "The capital of Spain is"]
+    corrupt = ["The capital of Italy is", "The capital of Germany is"]
+    assert labels(clean, corrupt) == ["The", " capital", " of", "position 3", " is"]
+    assert labels(clean, corrupt, positions=[3, -2, 4]) == ["position 3", "position 3", " is"]
+    assert labels(clean, corrupt, positions={"country": 3}) == ["country"]
+    longer = ["In 2019, the capital of Spain is", "The capital of France is"]
+    assert labels(longer, longer, positions=[-2, -1]) == ["position -2", " is"]
+    starts = ["The capital of France is", "France has a capital,"]
+    assert labels(starts, starts, positions=["France", " capital"]) == ["France", " capital"]
+    windows = hf.sweep(clean, corrupt, " Paris", " Rome", layers=[2, 3], coarse=(2, 2), best=1).coarse
+    assert [column.label for column in windows.outline.grid.columns] == ["The capital", "positions 2 to 3", " is"]
+    frame = windows.to_dataframe()
+    assert list(frame[frame.pair == 1]["column"]) == ["The capital", "positions 2 to 3", " is"]
+    assert windows.best(3)[0].token in ("positions 2 to 3", " is")
+    ticks = [label.get_text() for label in windows.plot().get_xticklabels()]
+    assert ticks == ["The capital", "positions 2 to 3", "␣is"]
+    assert "'positions 2 to 3'" in windows.show()
+
+
+def test_a_figure_of_heads_and_positions_shows_one_of_either(hf):
+    """Each figure has the numbers that a sweep over that head or position alone has."""
+    options = {"sites": "attn_z", "heads": [1, 3], "layers": [2, 5]}
+    result = hf.sweep(*PAIR, **options, positions=[3, -1, " of"])
+    values = result.values["attn_z"]
+
+    def drawn(ax):
+        return (
+            ax.images[0].get_array().filled(np.nan),
+            [label.get_text() for label in ax.get_xticklabels()],
+            ax.get_xlabel(),
+        )
+
+    for position, column, label in (
+        (3, 0, " Italy"),
+        (" Italy", 0, " Italy"),
+        (-1, 1, " is"),
+        (4, 1, " is"),
+        (" of", 2, " of"),
+    ):
+        numbers, ticks, xlabel = drawn(result.plot(position=position))
+        np.testing.assert_allclose(numbers, values[:, :, column], rtol=1e-6)
+        assert ticks == ["1", "3"] and xlabel == f"head, patched at {label.replace(' ', '␣')}"
+    alone = hf.sweep(*PAIR, **{**options, "heads": [3]}, positions=[3, -1, " of"])
+    for ax in (result.plot(head=3), alone.plot()):
+        numbers, ticks, xlabel = drawn(ax)
+        np.testing.assert_allclose(numbers, alone.values["attn_z"][:, 0], **CLOSE)
+        assert ticks == ["␣Italy", "␣is", "␣of"] and xlabel == "patched at head 3"
+    dots = result.plot(head=1).collections[0].get_offsets()
+    assert len(dots) == result.is_noise["attn_z"][:, 0].sum()
+    for text, given in (
+        (r"2 heads and 3 columns.* head=, from 1, 3; or position=, from ' Italy', ' is', ' of'", {}),
+        ("2 heads and 3 columns", {"head": 1, "position": 3}),
+        ("head is 2. Heads of this sweep: 1, 3", {"head": 2}),
+        ("position is 0. Columns of this sweep: ' Italy'", {"position": 0}),
+        ("position is 'Italy'. Columns", {"position": "Italy"}),
+    ):
+        with pytest.raises(ParameterError, match=text):
+            result.plot(**given)
+    with pytest.raises(ParameterError, match="head is 1, and this sweep has no heads"):
+        hf.sweep(*PAIR, layers=[2]).plot(head=1)
+    twice = hf.sweep("A of of", "B of of", " Paris", " Rome", **options)
+    with pytest.raises(ParameterError, match="2 columns of this sweep have this label: give its number"):
+        twice.plot(position=" of")
+
+
+def test_what_no_figure_can_show_is_refused_before_a_cell_runs(hf, monkeypatch):
+    display = ModuleType("IPython.display")
+    display.display = lambda figure, display_id: None
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    stream = hf.sweep(*PAIR, sites="attn_z", heads="all", stream=True)
+    with pytest.raises(ParameterError, match="4 heads and 5 columns"):
+        stream.draw()
+    assert stream.result.count == 0 and list(stream) == []
+    clear(hf)
+
+
 def test_two_sweeps_are_subtracted_cell_by_cell(hf):
     prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
     one = hf.sweep(*prompts, " Paris", " Rome")
@@ -372,6 +458,50 @@ def test_cells_of_random_models_equal_hooks_on_the_layers(name, tmp_path_factory
 def best_of_layer_4(result):
     column = int(np.argmax(result.recovered["resid_post"][4]))
     return result.outline.grid.columns[column].label
+
+
+def spaceless(plain, prompt, low, high):
+    """A text of one token whose spaced form is one token, too, and between `low` and `high` times as likely after the prompt."""
+    logprobs = plain.run(prompt).logits[-1].float().log_softmax(-1)
+    for token in range(len(logprobs)):
+        text = plain.tokenizer.decode([token])
+        if text.isalpha() and plain.tokenizer(text)["input_ids"] == [token]:
+            spaced = plain.tokenizer(f" {text}")["input_ids"]
+            if len(spaced) == 1 and low < math.exp(logprobs[spaced[0]] - logprobs[token]) < high:
+                return text, math.exp(logprobs[spaced[0]] - logprobs[token])
+    raise AssertionError("no such token")
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in found]
+
+
+def test_an_answer_that_lacks_its_space_is_warned_of(model, plain):
+    """If its token with the space is over 100 times as likely after its own prompt."""
+    text, times = spaceless(plain, CLEAN, 300, 1e4)
+    (message,) = warned(lambda: model.sweep(CLEAN, CORRUPT, text, " Rome", layers=[2], positions=[3]))
+    said = re.fullmatch(
+        rf"answer is '{text}'\. After the clean prompt the token ' {text}' is ([\d,]+) times as likely: .*give answer=' {text}'\.",
+        message,
+    )
+    assert int(said[1].replace(",", "")) == pytest.approx(times, rel=0.05)
+    text, _ = spaceless(plain, CORRUPT, 300, 1e4)
+    pairs = [CLEAN] * 2, [CORRUPT] * 2, [" Paris"] * 2, [" Rome", plain.tokenizer(text)["input_ids"][0]]
+    (message,) = warned(lambda: model.path_patching(*pairs, layers=[6], heads=[1]))
+    assert re.match(rf"foil is \d+\. After the corrupt prompt of pair 1 the token ' {text}' is ", message)
+    (message,) = warned(
+        lambda: [*model.sweep(CLEAN, None, "Paris", metric="logprob", source="zeros", layers=[2], stream=True)]
+    )
+    assert "' Paris' is more than 1,000,000 times as likely" in message
+
+
+def test_an_answer_that_may_stand_without_a_space_is_not_warned_of(model, plain):
+    text, _ = spaceless(plain, CLEAN, 5, 70)
+    assert not warned(lambda: model.sweep(CLEAN, CORRUPT, text, " Rome", layers=[2], positions=[3]))
+    assert not warned(lambda: model.sweep(*PAIR, layers=[2], positions=[3]))
 
 
 def test_what_is_wrong_is_said_before_anything_runs(model):

@@ -125,9 +125,10 @@ def serving(
     stock: bool = True,
     is_forked: bool = True,
     model: Path | None = None,
+    is_up: bool = True,
     **environment: str,
 ) -> Iterator[Server]:
-    """A server that is up. Its log lies in the directory.
+    """A server that is up, or still starting. Its log lies in the directory.
 
     `stock`: vLLM's own program with midstream's worker and scheduler, and without its routes; else `midstream serve`.
     `is_forked`: its processes are forked from one that has imported vLLM, which takes a fourth of the time; else as users have it.
@@ -149,7 +150,7 @@ def serving(
         )
     else:
         process = _spawned([sys.executable, "-m", module, *arguments], log, environment)
-    with _running(Server(port, process, log)) as server:
+    with _running(Server(port, process, log), is_up) as server:
         yield server
 
 
@@ -201,13 +202,13 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _running(server: Server) -> Iterator[Server]:
+def _running(server: Server, is_up: bool = True) -> Iterator[Server]:
     """The server from when it is up until the block ends."""
     process = server.process
     try:
         deadline = time.monotonic() + 240
         with timed("a server"):
-            while not server.is_healthy():
+            while is_up and not server.is_healthy():
                 assert process.poll() is None and time.monotonic() < deadline, server.log.read_text()[-4000:]
                 time.sleep(0.2)
         yield server

@@ -248,7 +248,9 @@ def _model(architecture: Architecture) -> PreTrainedModel:
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, embedding_std: float) -> None:
-    """Matrices are drawn anew; vectors (norm weights, biases) move away from the 1 or 0 that they start at."""
+    """Matrices are drawn anew; vectors (norm weights, biases) move away from the 1 or 0 that they start at, also those that are buffers of
+    the checkpoint: Gemma 4's `layer_scalar`, a router's `e_score_correction_bias`.
+    """
     generator = torch.Generator().manual_seed(0)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for parameter in model.parameters():
@@ -257,6 +259,10 @@ def _randomise(model: PreTrainedModel, embedding_std: float) -> None:
             parameter.add_(noise, alpha=0.2)
         else:
             parameter.copy_(noise * (embedding_std if id(parameter) in embeddings else 0.15))
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.dim() == 1 and buffer.is_floating_point():
+            buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.2)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from limits import cpu_seconds_of_children
 from oracle import Plain, close
 
 from midstream import Capture, Plan, __version__, cli, demo_model, open_captures
+from midstream.capture.directory import DirectorySink
 from midstream.commands.collect import engine_arguments, read_prompts
 from midstream.errors import ParameterError, PromptError
+from midstream.transformers import model as language_model
 
 PROGRAM = Path(sysconfig.get_path("scripts")) / "midstream"
 
@@ -147,6 +150,25 @@ def test_collect_captures_the_prompts_of_a_file(
         close(store["4"]["resid_post", layer], plain.run([1, 5, 17]).sites["resid_post", layer])
     assert cli.main(collect(file, tmp_path / "rows", *CAPTURE, "--positions", "all_prompt", "--shard", "1/2")) == 0
     assert capsys.readouterr().out.startswith("2 of 2 prompts of shard 1/2 are in ")
+
+
+def test_ctrl_c_in_collect_tells_how_many_prompts_are_there(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, ends = DirectorySink.end, iter(range(1, 10**6))
+
+    def end(self: Any, request_id: str, error: Exception | None) -> None:
+        really(self, request_id, error)
+        if next(ends) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(DirectorySink, "end", end)
+    monkeypatch.setattr(language_model, "BATCH_TOKENS", 64)  # many batches
+    file, rows = written(tmp_path / "prompts.jsonl", [[1, 200 + i, 30] for i in range(300)]), tmp_path / "rows"
+    assert cli.main(collect(file, rows, *CAPTURE)) == 130
+    there = len(open_captures(rows))
+    last = f"midstream: {there} of 300 prompts are in '{rows}'. The same call again collects the others."
+    assert capsys.readouterr().err.splitlines()[-1] == last and 20 <= there < 300
 
 
 def test_collect_refuses_another_plan_and_takes_plans_as_json(

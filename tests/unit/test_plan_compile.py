@@ -15,7 +15,7 @@ from midstream import Capture, Clamp, Patch, Plan, Probe, RecordedRun, Span, Ste
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.ops.edit import point_of
-from midstream.plan.values import check_strangers
+from midstream.plan.strangers import check_strangers
 
 LAYERS, LENGTH = 4, 7
 

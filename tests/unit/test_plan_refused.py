@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from midstream import Capture, Consumer, Steer, demo_model  # noqa: E402
+from midstream import Capture, Clamp, Consumer, Steer, demo_model  # noqa: E402
 from midstream.engine.admission import admitted  # noqa: E402
 from midstream.engine.launch import WORKER  # noqa: E402
 from midstream.engine.prefix_cache import AcceptedPlans  # noqa: E402
@@ -37,6 +37,7 @@ from midstream.runtime.request import (  # noqa: E402
     StepEnds,
     TraceRequest,
     packed,
+    unpacked,
 )
 from midstream.settings import Settings  # noqa: E402
 
@@ -347,6 +348,7 @@ def engine_config() -> Any:
         parallel_config=SimpleNamespace(worker_cls=WORKER),
         kv_transfer_config=None,
         speculative_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(hf_text_config=text, get_hidden_size=lambda: 256, dtype=torch.float32),
     )
 
@@ -360,6 +362,24 @@ def test_layers_from_the_end_are_counted_from_0_at_admission() -> None:
         assert (edit.site, edit.layers) == ("resid_post", (2, 7))
     with pytest.raises(PlanError, match="-9; allowed: 0 to 7"):
         admit(Plan.of(Steer("resid_post", layers=-9, vector=torch.ones(256))).to_json())
+
+
+def test_an_engine_wide_plan_that_is_final_stands_on_a_stock_engine() -> None:
+    """T7. What a client writes as a dict is checked with it, at all sites together."""
+    settings = Settings(
+        plan=Plan((Clamp("attn_z", layers=1, direction=[1.0] * 256, low=0.0, high=0.0),), final="later").to_json()
+    )
+
+    def admitted_with(**edit: Any) -> Any:
+        given = json.loads(Plan.of(Steer(vector=[1.0] * 256, **edit)).to_json())
+        params = vllm.SamplingParams(max_tokens=1, extra_args={"midstream": given})
+        request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
+        return unpacked(admitted(engine_config(), settings, request)["plan"])
+
+    assert [edit.final for edit in admitted_with(site="attn_q", layers=1).edits] == ["later", None]
+    for edit in ({"site": "resid_mid", "layers": 1}, {"site": "mlp_act", "layers": "all"}):
+        with pytest.raises(PlanError, match="could undo the final edits"):
+            admitted_with(**edit)
 
 
 def test_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

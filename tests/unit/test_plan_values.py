@@ -509,6 +509,16 @@ def test_tokens_of_no_text_are_in_no_span():
             TEXT,
             r"^Patch\.source_position is 3 positions for 2",
         ),
+        (
+            patch(source=RUN, position=Span("cat saw"), source_position=-1),
+            TEXT,
+            r"^Patch\.source_position is one position, and Span\(text='cat saw'.* is 2 tokens, at \[(\d), (\d)\]\. .*position=\[\1, \2\]",
+        ),
+        (
+            Plan.from_wire(Plan.of(patch(source=RUN, position=Span("cat saw"), source_position=[0])).to_wire()),
+            TEXT,
+            r"^Patch\.source_position is one position",
+        ),
     ],
 )
 def test_spans_that_are_not_there(item, text, message):

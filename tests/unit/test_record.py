@@ -20,7 +20,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from recorded import LENGTH, WIDTH, V, captured, checked, found, in_forward, planned, said, steer
+import torch.nn.functional as F
+from recorded import LENGTH, WIDTH, V, captured, checked, found, in_forward, lowered, plain, planned, said, steer
 
 import midstream
 from midstream.lowering.tiers import Tier
@@ -414,18 +415,117 @@ def test_whether_two_parts_overlap_may_depend_on_the_length():
 
 
 def test_an_index_that_the_forward_has_may_raise_so_writes_stay_in_the_forward():
-    table = torch.eye(WIDTH)
+    table, narrow = torch.eye(WIDTH), torch.eye(WIDTH - 1)
 
     def reads(model):
-        return table.index_select(0, model.layers_output[1].argmax(-1))
+        return narrow.index_select(0, model.layers_output[1].argmax(-1))  # code may catch the error and write
 
     def writes(model):
         table.index_select(0, model.layers_output[1].argmax(-1) + 100)
         model.layers_output[2] += V
 
-    assert found(reads).tier is Tier.FORWARD  # code may catch the error and write
-    given = found(writes)
-    assert given.tier is Tier.FORWARD and "raises an error depends on the values" in given.reason
+    def of_all_numbers(model):
+        return table.index_select(0, model.layers_output[1].argmax()[None])
+
+    def changed_in_place(model):
+        places = model.layers_output[1].argmax(-1)
+        places += 1
+        return table.index_select(0, places)
+
+    def scattered(model):
+        h = model.layers_output[1]
+        h.scatter_(1, h.long(), 0.0)
+
+    def of_other_tokens(model):
+        h = model.layers_output[1]
+        return table[h.argmax(0)]  # right for up to eight tokens
+
+    in_forward(reads, writes, of_all_numbers, changed_in_place, scattered, why="raises an error depends on the values")
+    assert found(of_other_tokens, length=WIDTH).tier is Tier.BEHIND
+    assert found(of_other_tokens, length=WIDTH + 1).tier is Tier.FORWARD
+
+
+def test_places_of_the_largest_numbers_are_known_to_lie_in_the_tensor():
+    table = torch.eye(WIDTH)
+
+    def reads(model):
+        return table.index_select(0, model.layers_output[1].argmax(-1))
+
+    def kept(model):
+        h = model.layers_output[1]
+        return h.gather(-1, h.topk(3, -1).indices), h.gather(1, h.sort(dim=1, descending=True)[1][:, :2].flip(1))
+
+    assert checked(reads).tier is not Tier.FORWARD
+    assert checked(kept).tier is not Tier.FORWARD
+
+
+def test_top_k_of_an_sae_is_a_plan():
+    generator = torch.Generator().manual_seed(0)
+    up, down = torch.randn(WIDTH, 24, generator=generator), torch.randn(24, WIDTH, generator=generator)
+    spread = [
+        lambda f, best: torch.zeros_like(f).scatter_(-1, best.indices, best.values),
+        lambda f, best: torch.zeros_like(f).scatter(-1, best.indices, best.values.relu()),
+        lambda f, best: torch.scatter(f.new_zeros(f.shape), -1, best.indices, best.values),
+        lambda f, best: torch.zeros_like(f).scatter_add_(-1, best.indices, best.values),
+        lambda f, best: f * torch.zeros_like(f).scatter_(-1, best.indices, 1.0),
+        lambda f, best: torch.where(torch.zeros_like(f, dtype=torch.bool).scatter_(-1, best.indices, True), f, 0),
+    ]
+    for scatter in spread:
+        for activation in (torch.relu, lambda f: f):
+
+            def body(model, tracer, scatter=scatter, activation=activation):
+                for _ in tracer.iter[:]:
+                    f = activation(model.layers_output[2] @ up)
+                    model.layers_output[2] = scatter(f, f.topk(4, dim=-1)) @ down
+
+            def last(model, scatter=scatter, activation=activation):
+                f = activation(model.layers_output[2][-1] @ up)
+                model.layers_output[2][-1] += scatter(f, f.topk(4, dim=-1)) @ down
+
+            planned(body, last)
+
+
+def test_numbers_for_the_prompts_positions_are_a_plan_and_raise_as_in_pytorch_for_another_length():
+    factors, mask = torch.linspace(0.5, 2, LENGTH), torch.arange(LENGTH) % 2 == 0
+
+    def scaled(model):
+        h = model.layers_output[2]
+        h *= factors[:, None]
+
+    def masked(model):
+        model.layers_output[2][mask] += V
+
+    def chosen(model):
+        h = model.layers_output[2]
+        model.layers_output[2] = torch.where(mask[:, None], h.tanh(), h)
+
+    def by_turns(model):
+        h = model.layers_output[2]
+        h[::2] += V
+        h[1::2] -= V
+
+    planned(scaled, masked, chosen, by_turns)
+    for body in (scaled, masked, chosen):
+        given = lowered([[body], [body]], [LENGTH, LENGTH + 2], [1, 1])
+        assert [one.tier for one in given] == [Tier.PLAN, Tier.FORWARD]
+        assert "Error" in given[1].reason  # PyTorch's
+        _, _, error = plain(body, 1, LENGTH + 2)
+        assert error is not None
+    for length in (1, 2, 6, 40):
+        assert checked(by_turns, length=length).tier is Tier.PLAN
+
+
+def test_attention_without_dropout_draws_no_random_numbers():
+    def attended(model):
+        h = model.layers_output[1].view(1, -1, 2, WIDTH // 2).transpose(1, 2)
+        return F.scaled_dot_product_attention(h, h, h, is_causal=True)
+
+    def with_dropout(model):
+        h = model.layers_output[1].view(1, -1, 2, WIDTH // 2).transpose(1, 2)
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5)
+
+    assert checked(attended).tier is Tier.BEHIND
+    in_forward(with_dropout, why="it draws random numbers")
 
 
 def test_an_error_that_depends_on_values_is_caught():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import contextvars
 import datetime
 import functools
 import importlib
@@ -31,9 +32,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from recorded import LENGTH, WIDTH, V, checked, found, lowered, planned, said, steer
+from recorded import LENGTH, WIDTH, V, checked, found, in_forward, lowered, planned, said, steer
 
+from midstream.errors import TraceError
 from midstream.lowering.tiers import Tier
+from midstream.trace import saves
 
 
 def state_of_the_world():
@@ -505,3 +508,52 @@ def test_a_copied_object_that_ends_does_not_act():
 
     found(body)
     assert not ended
+
+
+def test_a_context_variable_is_named(tmp_path, monkeypatch):
+    """Its value belongs to the caller's context. A module that has one goes to the engine by name."""
+    (tmp_path / "with_a_context.py").write_text(
+        "import torch\nfrom contextvars import ContextVar\nFACTOR = ContextVar('factor', default=2.0)\n"
+        "def scaled(h):\n    return h * FACTOR.get()\ndef rectified(h):\n    return torch.ops.aten.relu(h)\n"
+        "def held(h, op=torch.ops.aten.relu.default, of=torch.ops.aten):\n    return of.neg(op(h))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("with_a_context")
+
+    def scales(model):
+        model.layers_output[2] = module.scaled(model.layers_output[2])
+
+    given = found(scales)
+    assert given.tier is Tier.FORWARD
+    assert "it uses FACTOR, a ContextVar, which cannot be sent, so the engine imports its module" in given.reason
+    factor = contextvars.ContextVar("factor", default=2.0)
+
+    def uses_its_own(model):
+        model.layers_output[2] *= factor.get()
+
+    with pytest.raises(TraceError, match=r"uses a value, factor, that cannot be sent to the engine.*ContextVar"):
+        found(uses_its_own)
+    rectified, held = module.rectified, module.held
+
+    def by_torch_ops(model):
+        model.layers_output[1] = rectified(model.layers_output[1])
+        model.layers_output[2] = held(model.layers_output[2])
+        model.layers_output[3] = torch.ops.aten.tanh.default(model.layers_output[3])
+
+    planned(by_torch_ops)
+
+
+def test_the_value_of_an_installed_packages_context_variable_is_not_recorded(tmp_path, monkeypatch):
+    """The recording of one call would serve later calls in which the variable has another value."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed_with_a_context.py").write_text(
+        "from contextvars import ContextVar\nFACTOR = ContextVar('factor', default=2.0)\ndef factor():\n    return FACTOR.get()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.setattr(saves, "_INSTALLED", (*saves._INSTALLED, str(tmp_path)))
+    module = importlib.import_module("installed_with_a_context")
+
+    def scales(model):
+        model.layers_output[2] *= module.factor()
+
+    in_forward(scales, why="it calls ContextVar.get")

@@ -6,13 +6,13 @@ Rows G3, G6, G7, G12, L5, P2.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,8 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load
+from starlette.requests import Request
+from starlette.responses import Response
 
 pytest.importorskip("vllm")
 
@@ -36,12 +38,13 @@ from midstream.plan.captures import Planes
 from midstream.plan.selections import Selection
 from midstream.plan.values import RecordedRun
 from midstream.requests.vectors_and_runs import Runs
-from midstream.serve import captures, command, requests
+from midstream.serve import captures, command, gate, requests
 from midstream.serve.captures import CaptureStore, StoredTensor
 from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
+from midstream.serve.gate import Gate, RequestRefused
 from midstream.serve.plugin import Plugin, RunToRecord
-from midstream.serve.requests import RequestRefused, check_quota
-from midstream.serve.sweeps import SweepToRun
+from midstream.serve.requests import check_quota
+from midstream.serve.sweeps import PathsToPatch, SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
 from midstream.sweeps.running import SweepTurns
 
@@ -185,38 +188,157 @@ def test_a_key_holds_no_more_than_it_leaves_to_others() -> None:
     assert held == [32, 16, 8, 4, 2, 1]
 
 
+class Exchange:
+    """One request to an ASGI application, and its response.
+
+    Args:
+        parts: the body as it comes; then it stalls, unless `is_whole`.
+    """
+
+    def __init__(
+        self, path: str, parts: list[bytes], is_whole: bool = True, method: str = "POST", key: str = ""
+    ) -> None:
+        self._messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        if is_whole:
+            self._messages[-1]["more_body"] = False
+        self._path, self._method = path, method
+        self._headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
+        self.status, self.body, self.headers, self.has_ended = 0, b"", dict[bytes, bytes](), False
+
+    async def run(self, app: Any, state: Any = None) -> Exchange:
+        application = SimpleNamespace(state=state or SimpleNamespace())
+        scope = {
+            "type": "http",
+            "method": self._method,
+            "path": self._path,
+            "query_string": b"",
+            "headers": self._headers,
+            "app": application,
+        }
+        await app(scope, self._receive, self._send)
+        return self
+
+    async def _receive(self) -> Any:
+        await asyncio.sleep(0)
+        return self._messages.pop(0) if self._messages else await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.body += message.get("body", b"")
+            self.has_ended = not message.get("more_body", False)
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.body)["error"]
+
+
+def echo(read: Any) -> Any:
+    """An application whose response is the size of what `read` makes of a request."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        data = await read(Request(scope, receive))
+        await Response(str(len(data)))(scope, receive, send)
+
+    return app
+
+
 def test_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key may have no more on its way than it leaves; a body that does not go on is given up, and its room is there again."""
-    monkeypatch.setattr(requests, "_STALLED_SECONDS", 0.3)
-    server = SimpleNamespace(receiving=Counter())
-    mebibyte = b"x" * (1 << 20)
+    monkeypatch.setattr(gate, "_STALLED_SECONDS", 0.3)
+    server = SimpleNamespace(receiving=Counter(), is_draining=False)
+    state = SimpleNamespace(midstream=server)
+    app = Gate(echo(lambda request: requests.receive_body(request, 64 << 20, "{}")))
 
-    def upload(key: str, parts: int, stalls: bool) -> Any:
-        async def stream() -> AsyncIterator[bytes]:
-            for _ in range(parts):
-                yield mebibyte
-                await asyncio.sleep(0)
-            if stalls:
-                await asyncio.sleep(60)
-
-        state = SimpleNamespace(midstream=server)
-        return requests.receive_body(
-            SimpleNamespace(
-                stream=stream, headers={"authorization": f"Bearer {key}"}, app=SimpleNamespace(state=state)
-            ),  # type: ignore[arg-type]
-            64 << 20,
-            "{}",
-        )
+    async def upload(key: str, stalls: bool) -> Exchange:
+        return await Exchange("/v1/midstream/vectors", [b"x" * (1 << 20)] * 60, not stalls, key=key).run(app, state)
 
     async def main() -> None:
-        stalled = [asyncio.create_task(upload("one", 60, True)) for _ in range(4)]
+        stalled = [asyncio.create_task(upload("one", True)) for _ in range(4)]
         await asyncio.sleep(0.1)
         assert server.receiving.total() <= 128 << 20
-        assert len(await upload("two", 60, False)) == 60 << 20  # beside them
-        errors = [error.args[0] for error in await asyncio.gather(*stalled, return_exceptions=True)]  # type: ignore[union-attr]
-        assert set(errors) == {408, 503}  # those that are refused make room for the others
+        assert (await upload("two", False)).body == str(60 << 20).encode()  # beside them
+        assert {each.status for each in await asyncio.gather(*stalled)} == {
+            408,
+            503,
+        }  # the refused make room for the others
         assert not server.receiving
-        assert len(await upload("one", 60, False)) == 60 << 20
+        assert (await upload("one", False)).body == str(60 << 20).encode()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/tokenize", "/v1/midstream/runs"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_a_body_that_stalls_is_answered_on_every_route(monkeypatch: pytest.MonkeyPatch, path: str, method: str) -> None:
+    """Also after some of it has come. A body that comes slowly is read, and the wait for a client to leave has no limit."""
+    monkeypatch.setattr(gate, "_STALLED_SECONDS", 0.05)
+    server = SimpleNamespace(receiving=Counter(), is_draining=False)
+    app = Gate(echo(lambda request: requests.receive_body(request, 64 << 20, "{}")))
+
+    async def main() -> None:
+        state = SimpleNamespace(midstream=server)
+        stalled = await asyncio.wait_for(Exchange(path, [b"{"], False, method).run(app, state), 10)
+        assert stalled.status == 408 and stalled.error["type"] == "RequestTimeoutError"
+        whole = Exchange(path, [b"{", b"}"], True, method)
+        assert (await whole.run(app, state)).body == b"2"
+        slow = asyncio.create_task(Exchange(path, [b"{}"], True, method).run(Gate(leaves), state))
+        await asyncio.sleep(0.2)
+        assert not slow.done()
+        slow.cancel()
+
+    async def leaves(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    asyncio.run(main())
+
+
+def test_what_fails_beside_the_routes_ends_as_an_error_in_openais_form() -> None:
+    """A response that has not begun becomes an error as JSON, a stream of events gets an event `error`, and any other response is cut."""
+
+    def app(kind: str | None, raised: BaseException) -> Any:
+        async def run(scope: Any, receive: Any, send: Any) -> None:
+            if kind is not None:
+                headers = [(b"content-type", kind.encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+            raise raised
+
+        return run
+
+    async def ended(kind: str | None, raised: BaseException) -> Exchange:
+        exchange = Exchange("/v1/completions", [b"{}"])
+        with contextlib.suppress(asyncio.CancelledError, ZeroDivisionError):
+            await exchange.run(Gate(app(kind, raised)))
+        return exchange
+
+    async def main() -> None:
+        gone = await ended(None, asyncio.CancelledError())
+        assert gone.status == 503 and gone.error["type"] == "ServiceUnavailableError" and b"retry-after" in gone.headers
+        nested = await ended(None, RecursionError())
+        assert nested.status == 400 and "nested" in nested.error["message"]
+        for raised, code in ((asyncio.CancelledError(), 503), (ZeroDivisionError(), 500)):
+            events = await ended("text/event-stream; charset=utf-8", raised)
+            first, last, rest = events.body.decode().split("\n\n")
+            assert first == "data: 1" and rest == "" and events.has_ended
+            name, data = last.split("\n")
+            assert name == "event: error" and json.loads(data.removeprefix("data: "))["error"]["code"] == code
+            binary = await ended("application/x-midstream", raised)
+            assert binary.body == b"data: 1\n\n" and not binary.has_ended
+
+    asyncio.run(main())
+
+
+def test_nested_json_is_a_mistake_of_the_client() -> None:
+    """As vLLM's routes read it. Seen failing without the gate: RecursionError became a 500."""
+
+    async def main() -> None:
+        app = Gate(echo(lambda request: request.json()))
+        for body in (b"[" * 3000, b'{"a":' * 3000, b'{"prompt":' + b"[" * 3000 + b"]" * 3000 + b"}"):
+            answer = await Exchange("/invocations", [body]).run(app)
+            assert answer.status == 400 and answer.error["type"] == "BadRequestError"
 
     asyncio.run(main())
 
@@ -461,6 +583,7 @@ def test_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.M
         (SweepToRun, {"clean": [[None]] * 100_000, "answer": 1}),
         (SweepToRun, {"clean": "a", "answer": [None] * 100_000}),
         (SweepToRun, {"clean": "a", "answer": 1, "positions": {"a": [None] * 100_000}}),
+        (PathsToPatch, {"clean": "a", "answer": 1, "receivers": [[None, None]] * 1000}),
         (RunToRecord, {"prompt": [None] * 100_000, "sites": [None] * 100_000, "layers": [None] * 100_000}),
     ],
 )

@@ -453,6 +453,28 @@ def test_the_least_recently_used_weights_are_dropped() -> None:
     asyncio.run(main())
 
 
+def test_forgotten_weights_go_within_the_budget_once_no_request_uses_them() -> None:
+    async def main() -> None:
+        workers = Workers()
+        weights = HeldWeights(100, workers.tell)
+        for name in "abc":
+            async with weights.used(weight(name, 5)):
+                pass
+        await weights.forget(["a", "never held"])
+        assert [*workers.held] == ["b", "c"]
+        async with weights.used(weight("b", 5)):
+            await weights.forget(["b"])
+            assert [*workers.held] == ["b", "c"]
+        assert [*workers.held] == ["c"]
+        async with weights.used(weight("c", 5)):
+            await weights.forget(["c"])
+            async with weights.used(weight("c", 5)):  # somebody wants it again
+                pass
+        assert [*workers.held] == ["c"] and not weights._unwanted
+
+    asyncio.run(main())
+
+
 def test_no_weight_in_use_is_dropped_whoever_uses_others() -> None:
     """Seen failing without the counts of uses, and without the lock around a change."""
 

@@ -239,6 +239,8 @@ class ConsumerThread:
         self._unflushed: list[Delivery] = []  # of ended requests, until the consumer has flushed them
         self._unflushed_since = self._used = time.monotonic()
         self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and its start
+        self._hurries = False  # ended requests do not wait for others
+        self._flush_error: BaseException | None = None  # of the last flush
         self._finished = self._warned = False
         self._close_error: BaseException | None = None
         self.queue.start(f"midstream-capture {self.name}", self._run)
@@ -287,6 +289,23 @@ class ConsumerThread:
         with self._changed:
             self._wait_until(delivery.finished.done)
         return delivery.error
+
+    def flush(self) -> str | None:
+        """Have the consumer write the ended requests now, and wait until it has. Returns the reason if it has not written all of them."""
+        with self._changed:
+            self._hurries = True
+            self._changed.notify_all()
+            try:
+                self._wait_until(lambda: self._is_written or self._stalls_in() == 0)
+            finally:
+                self._hurries = False
+            if not self._is_written:
+                return f"{self.name} has not returned from {self._call_now[0] if self._call_now else 'a call'} for {self._timeout:g} s"
+            return None if self._flush_error is None else f"{type(self._flush_error).__name__}: {self._flush_error}"
+
+    @property
+    def _is_written(self) -> bool:
+        return not self._unflushed and self.queue.is_idle
 
     def check(self) -> None:
         """Fail the open requests if the consumer has stalled. Whoever waits for `Delivery.finished` calls it now and then."""
@@ -356,7 +375,7 @@ class ConsumerThread:
                 return self._flush()
         elif self._idle is not None and not self._open:
             timeout = max(self._used + self._idle - now, 0)
-        queued = self.queue.get(timeout)
+        queued = self.queue.get(timeout, unless=lambda: self._hurries and len(self._unflushed) > 0)
         if queued is None:
             if self._unflushed:
                 return self._flush()
@@ -451,11 +470,13 @@ class ConsumerThread:
 
     def _flush(self) -> bool:
         """Have the consumer write the ended requests. Only then they are done."""
-        batch, self._unflushed = self._unflushed, []
-        error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
+        batch = self._unflushed
+        self._flush_error = error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
         for delivery in batch:
             if error is not None:
                 self._fail(delivery, f"flush() of request {delivery.info.request_id!r}", error)
             self._finish(delivery)
-        self._used = time.monotonic()
+        with self._changed:
+            self._unflushed, self._used = [], time.monotonic()
+            self._changed.notify_all()
         return True

@@ -102,6 +102,15 @@ class Sinks:
             self._open.add(capture)
             return deliveries
 
+    def flush(self, to: Any) -> str | None:
+        """Have the consumer that `Capture(to=...)` names write the requests that have ended, and wait until it has.
+
+        Returns the reason if it has not written all of them.
+        """
+        with self._lock:
+            thread = self._threads.get(destination_key(to))
+        return None if thread is None else thread.flush()
+
     def forget(self, capture: RequestCapture) -> None:
         """The request is over."""
         with self._lock:

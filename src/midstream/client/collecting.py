@@ -202,17 +202,26 @@ class Collection:
 
     def ended(self, bar: Bar, part: Part, count: int) -> None:
         """Note that so many requests of a part have ended."""
-        assert self._there is not None
-        self._there += count
         most = " at most" if self._has_generated else ""
         bar.update(count, {" rows/s": count * part.mean_rows, f"B/s{most}": count * part.mean_bytes})
 
     def how_to_go_on(self) -> str:
-        """What to tell a user who has interrupted the collection. Requests that have just ended are written as the process ends."""
-        there = "The prompts that are complete"
-        if self._there is not None:
-            there = f"At least {self._there:,} of {len(self.prompts):,} prompts"
-        return f"{there} are in {str(self.directory)!r}; the same call again collects the others."
+        """What to tell a user who has interrupted the collection. Writes the requests that have ended, unless the user interrupts that."""
+        directory, again = repr(str(self.directory)), "The same call again collects the others."
+        if self._there is None:
+            return f"The prompts that are complete are in {directory}. {again}"
+        least, why = "At least ", ""
+        try:
+            reason = self.model.sinks.flush(self._sink)
+            least, why = "", "" if reason is None else f" Prompts that ended last could not be written: {reason}."
+        except KeyboardInterrupt:
+            pass
+        try:
+            self._listing.refresh()
+        except OSError as error:
+            return f"The prompts in {directory} cannot be counted: {error}.{why} {again}"
+        count = sum(name in self._listing.digests for name in self._names)
+        return f"{least}{count:,} of {len(self._names):,} prompts are in {directory}.{why} {again}"
 
     def _fitting(self, missing: Sequence[Invoke], sizes: np.ndarray) -> int:
         """How many of the missing prompts fit `limit_bytes`, in their order. Raises ParameterError if not even the first one does."""

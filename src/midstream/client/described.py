@@ -17,7 +17,7 @@ from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.lowering.tiers import Lowering, explained, lower_trace
 from midstream.plan.values import ModelFacts, Plan
-from midstream.requests.arguments import check_ids
+from midstream.requests.arguments import check_ids, encode
 from midstream.requests.invokes import Invoke, token_ids
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
@@ -276,7 +276,7 @@ class DescribedModel(TraceModel):
         stages = described.get("stages", ())
         return ModelFacts(described["num_layers"], widths, described["dtype"], stages, head_dims, unsupported)
 
-    def explain(self, fn: Callable[..., Any] | None = None) -> Any:
+    def explain(self, fn: Callable[..., Any] | None = None, prompt: Any = None) -> Any:
         """Explain a trace's code line by line: what a plan does, what is captured, and what stays in the forward.
 
             print(model.explain(fn))        # fn(model) or fn(model, tracer), as for `run`
@@ -285,12 +285,16 @@ class DescribedModel(TraceModel):
 
         Nothing is computed. The text ignores `n`, the plan of a trace, and edits of the model.
 
+        Args:
+            prompt: as for `run`, for code that fits prompts of one length, such as a factor for each token. None for 512 tokens.
+
         Returns:
             The text, for a function. A notebook shows it without `print`.
         """
+        length = None if prompt is None else len(encode(prompt, lambda: self.tokenizer))
         if fn is None:
-            return ExplainContext(self)
-        return Explanation(explained(FunctionProgram(fn), self._known))
+            return ExplainContext(self, length)
+        return Explanation(explained(FunctionProgram(fn), self._known, length))
 
     @cached_property
     def _known(self) -> Model:
@@ -326,6 +330,11 @@ class DescribedModel(TraceModel):
     def num_layers(self) -> int:
         """The number of layers, in all pipeline stages together."""
         return self.description["num_layers"]
+
+    @property
+    def device_type(self) -> str:
+        """The type of the engine's devices, as in "cuda"."""
+        return self.description["device"].partition(":")[0]
 
     @property
     def hidden_size(self) -> int:
@@ -375,13 +384,14 @@ class Explanation(str):
 class ExplainContext(BlockContext):
     """`with model.explain():`"""
 
-    def __init__(self, model: DescribedModel) -> None:
+    def __init__(self, model: DescribedModel, length: int | None) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._length = model, length
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
-        print(explained(BlockProgram(block, injected), self._model._known, is_streamed=self._model._is_async))
+        program, known = BlockProgram(block, injected), self._model._known
+        print(explained(program, known, self._length, is_streamed=self._model._is_async))
 
 
 # Methods of PyTorch's and nnsight's modules that describe the tree.

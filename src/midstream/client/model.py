@@ -44,7 +44,7 @@ from midstream.requests.invokes import Invoke, InvokeResult, OutputStream, Plann
 from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
 from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun
-from midstream.sweeps.request import Metric, SweepRequest
+from midstream.sweeps.request import Metric, SweepRequest, paths_of
 from midstream.sweeps.running import SweepRun, SweepStream
 from midstream.trace.code import RETURNED, FunctionProgram, StandingEdit, TraceProgram
 from midstream.trace.envoy import inside
@@ -181,6 +181,14 @@ class TraceModel(Sizes):
         edits = Plan(self.plan.edits)
         composed = {id(each.plan): (edits if each.record else self.plan) + each.plan for each in invokes}
         return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
+
+    def _check_forward(self, invokes: Sequence[Invoke]) -> None:
+        """Raise PlanError if code of traces that has to run in the forward could act after final edits."""
+        if any(invoke.plan.has_final for invoke in invokes):
+            raise PlanError(
+                "The engine-wide plan is final, and this trace's code has to run in the forward, where it could write after the plan. "
+                "`model.explain(fn)` says which line needs that. Send a plan, or a trace that a plan and captures can do."
+            )
 
     def _with_programs(self, invokes: Sequence[Invoke]) -> list[Invoke]:
         """The invokes with the functions of their plans recorded, each plan's once. Raises PlanError for one that cannot be a program."""
@@ -756,8 +764,8 @@ class TraceModel(Sizes):
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, asked: SweepRequest, to: Any) -> Any:
-        """The object that runs a sweep."""
-        return SweepRun(self, asked, to)
+        """The object that runs a sweep, or the path patching of `asked.paths`."""
+        return SweepRun(self, asked, to) if asked.paths is None else PathRun(self, asked)
 
     def _swept(self, sweeping: Any, progress: bool | None) -> SweepStream:
         finish = None if self._is_async else self._finish
@@ -776,7 +784,8 @@ class TraceModel(Sizes):
         positions: Any = "together",
         freeze_mlps: bool = False,
         metric: Metric = "logit_diff",
-        direction: str = "noising",
+        direction: str | None = "noising",
+        stream: bool = False,
         progress: bool | None = None,
         **adapter: Any,
     ) -> Any:
@@ -793,8 +802,8 @@ class TraceModel(Sizes):
         with the recorded values.
 
         Args:
-            clean, corrupt, answer, foil, metric, direction, progress, adapter: as in `sweep`. "noising" patches the corrupt run into the
-                clean prompt, as in both papers.
+            clean, corrupt, answer, foil, metric, direction, stream, progress, adapter: as in `sweep`. "noising" patches the corrupt run
+                into the clean prompt, as in both papers.
             receivers: "logits"; or heads as `(layer, head)`, one or a list of them, which receive together. A head receives by its
                 queries, keys and values together.
             layers, heads: of the senders, as in `sweep`. "all" layers are those before the receivers.
@@ -802,22 +811,21 @@ class TraceModel(Sizes):
             freeze_mlps: whether the MLPs from the sender's layer on keep their values, too.
 
         Returns:
-            A `SweepResult` of the site `attn_z`. With `mode="async"` await it.
+            A `SweepResult` of the site `attn_z`. With `mode="async"` await it. With `stream=True`, a `SweepStream`.
 
         Raises:
             PromptError, PlanError: as `sweep`. PlanError also if the model lacks the site of a value that must be frozen.
-            ParameterError: another argument is invalid, or the model is a `Remote`. Nothing has been run.
+            ParameterError: another argument is invalid. Nothing has been run.
+            RemoteError: on a `Remote`, a cell would freeze more values than the server allows. Nothing has been run.
         """
         _refuse_in_trace("path_patching")
-        if self._is_elsewhere:
-            raise ParameterError("path_patching is not a route of servers. Call it on a VLLM or a LanguageModel.")
         asked = SweepRequest(
             clean, corrupt, answer, foil, sites="attn_z", layers=layers, positions=positions,
             heads="all" if heads is None else heads, metric=metric, direction=direction,
-            adapter=self._adapter_alone(adapter, "path_patching"),
+            adapter=self._adapter_alone(adapter, "path_patching"), paths=paths_of(receivers, freeze_mlps),
         )  # fmt: skip
-        running = self._swept(PathRun(self, asked, receivers, freeze_mlps), progress)
-        return running if self._is_async else running.run()
+        running = self._swept(self._sweeping(asked, None), progress)
+        return running if stream or self._is_async else running.run()
 
     def edge_attribution(
         self,

@@ -222,21 +222,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         engine, params = {"enable_lora": True} | engine, {**params, "lora_request": launch.adapter_at(args.adapter)}
     prompts, ids = read_prompts(args.prompts, args.column, args.id_column, args.shard, args.on_bad)
+    store = None
     try:
         with start_model(args.model, args.backend, engine) as model:
-            store = model.collect(
-                prompts,
-                plan=plan,
-                to=args.to,
-                ids=ids,
-                shard_bytes=args.shard_bytes,
-                limit_bytes=args.limit_bytes,
-                skip_special_tokens=args.skip_special_tokens,
-                on_bad=args.on_bad,
-                **params,
-            )
-    except KeyboardInterrupt as stop:
-        print(f"midstream: {stop}", file=sys.stderr)
+            try:
+                store = model.collect(
+                    prompts,
+                    plan=plan,
+                    to=args.to,
+                    ids=ids,
+                    shard_bytes=args.shard_bytes,
+                    limit_bytes=args.limit_bytes,
+                    skip_special_tokens=args.skip_special_tokens,
+                    on_bad=args.on_bad,
+                    **params,
+                )
+            except KeyboardInterrupt as stop:
+                print(f"midstream: {stop}", file=sys.stderr)  # before the engine ends, which takes seconds
+    except KeyboardInterrupt:
+        print("midstream: interrupted", file=sys.stderr)
+    if store is None:
         return 130
     nbytes = sum(path.stat().st_size for path in args.to.glob("*.safetensors"))
     of_shard = "" if args.shard == (0, 1) else f" of shard {args.shard[0]}/{args.shard[1]}"

@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(colour(1, "midstream: reads and changes a model's activations in the middle of vLLM's forward pass"))
     model, hf = start(eager=not arguments.compile)
     with model:
-        (paris,), (rome,) = (model.tokenizer(city)["input_ids"] for city in (" Paris", " Rome"))
+        (paris,), (rome,) = model.tokenizer([" Paris", " Rome"], add_special_tokens=False)["input_ids"]
         read(model)
         logit_lens(model, paris)
         ablate(model, paris)

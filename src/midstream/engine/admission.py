@@ -13,8 +13,11 @@ import difflib
 import functools
 import os
 import re
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -23,7 +26,9 @@ from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
-from midstream.plan.values import Capture, Intervention, ModelFacts, Plan, check, check_strangers, counted_from_0
+from midstream.plan.ops.final import check_final
+from midstream.plan.strangers import check_strangers
+from midstream.plan.values import Capture, Intervention, ModelFacts, Plan, check, counted_from_0
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
@@ -32,20 +37,71 @@ _SIMILARITY = 0.88  # the ratio from which on a key looks like "midstream" missp
 _MOST_KEYS = 64  # how many keys are compared
 _ITEM_CHARACTERS = 8  # of a number or a key in JSON
 _LARGE = 1 << 16  # characters of a plan's JSON
-_readers = {is_large: ThreadPoolExecutor(1, "midstream-plans") for is_large in (False, True)}
+_READERS = 2  # threads for small plans, and as many for large ones
+OWNER: ContextVar[bytes] = ContextVar(
+    "owner", default=b""
+)  # of the HTTP request that is being answered, by its API key
 _DRAFTING = ("ngram", "eagle")  # methods of speculative decoding
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
+
+
+class Readers:
+    """Threads that parse strangers' data. Owners take turns, and no owner has more than one thread at a time.
+
+    Args:
+        threads: how many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool, self._free = ThreadPoolExecutor(threads, "midstream-plans"), threads
+        self._waiting: dict[bytes, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the first owner is next
+        self._served = set[bytes]()
+        self._lock = threading.Lock()
+
+    def submit(self, owner: bytes, read: Callable[[], T]) -> Future[T]:
+        """Call `read` on a thread, after this owner's earlier calls."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append((future, read))
+            self._start()
+        return future
+
+    def _start(self) -> None:
+        """Start the calls for which there are threads. The caller holds the lock."""
+        for owner in [owner for owner in self._waiting if owner not in self._served][: self._free]:
+            waiting = self._waiting.pop(owner)
+            call = waiting.popleft()
+            if waiting:
+                self._waiting[owner] = waiting  # behind all others
+            self._served.add(owner)
+            self._free -= 1
+            self._pool.submit(self._call, owner, *call)
+
+    def _call(self, owner: bytes, future: Future[Any], read: Callable[[], Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(read())
+            except BaseException as error:
+                future.set_exception(error)
+        with self._lock:
+            self._served.discard(owner)
+            self._free += 1
+            self._start()
+
+
+_readers = {is_large: Readers(_READERS) for is_large in (False, True)}
 
 
 async def on_a_thread(size: int, read: Callable[..., T], *arguments: Any) -> T:
     """Run `read`, which parses a stranger's data, on another thread: the server's event loop serves all clients.
 
-    There is a thread for small plans and one for large plans, so a small plan never waits for a large one.
+    Small and large plans have threads of their own, so a small plan never waits for a large one. API keys take turns, so a key's plan never
+    waits for all plans of another key.
 
     Args:
         size: the approximate size of the data as JSON, in characters.
     """
-    return await asyncio.get_running_loop().run_in_executor(_readers[size > _LARGE], read, *arguments)
+    return await asyncio.wrap_future(_readers[size > _LARGE].submit(OWNER.get(), functools.partial(read, *arguments)))
 
 
 def json_size(given: Any) -> int:
@@ -107,8 +163,10 @@ def _enveloped(config: Any, given: Any) -> Envelope:
     """A plan from `extra_args`, in the form of midstream's own clients. Raises PlanError."""
     plan, is_strangers = given_plan(given)
     if is_strangers:
-        check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers)
-    return Envelope(plan=packed(plan))
+        check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers, config.device_config.device_type)
+    wire = packed(plan)
+    unpacked(wire)  # which the event loop needs, and finds cached
+    return Envelope(plan=wire, shares=is_strangers)
 
 
 def misspelt_key(extra: Mapping[str, Any]) -> str | None:
@@ -251,6 +309,8 @@ def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: in
     """Raise PlanError for mistakes that the front end can see. It knows the width of the residual stream only."""
     plan = unpacked(wire)
     layers, hidden, dtype = model
+    if plan.has_final:  # below, only parts of the plan are checked together
+        check_final(plan.edits, layers)
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
     residual, others = list[Intervention](), list[Intervention]()
     for item in plan.interventions:

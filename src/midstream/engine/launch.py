@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import os
@@ -29,6 +30,7 @@ from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, SCHEDULER, WORKE
 
 _SHUTDOWN_SECONDS, _HURRY_SECONDS = 15.0, 0.3
 _NOTICE_SECONDS = 10.0
+_LOOK_SECONDS = 1.0  # between two looks at whether the engine is alive
 _BASE = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
 
@@ -92,6 +94,26 @@ def _scores_of(state: Any) -> list[ScoreChunk]:
     if not hasattr(state, "midstream"):
         state.midstream = []
     return state.midstream  # type: ignore[no-any-return]
+
+
+def passing_interrupts_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `zmq_socket_ctx` for an engine's start that passes KeyboardInterrupt on: Ctrl-C, and SIGTERM to a server that starts.
+
+    vLLM's own ignores it, and then waits ten minutes for an engine with which it has lost its connection (0.32, 0.33).
+    """
+
+    @contextlib.contextmanager
+    def socket(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        interrupt = None
+        with original(*args, **kwargs) as made:
+            try:
+                yield made
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    return socket
 
 
 def engine_arguments(
@@ -315,7 +337,8 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         if len(ids) > budget:
             raise PromptError(
                 f"A traced prompt is computed in one step, and this one has {len(ids)} tokens; a step takes {budget}. "
-                "Start the engine with a larger max_num_batched_tokens, or shorten the prompt."
+                "A plan's Capture has no such limit: generate(prompt, plan=Capture(...)). For a trace, start the engine with a larger "
+                "max_num_batched_tokens, or shorten the prompt."
             )
     if together and (sum(map(len, prompts)) > budget or len(prompts) > scheduler.max_num_seqs):
         raise PromptError(
@@ -371,8 +394,15 @@ def call_workers(engine: Any, method: str, *args: Any) -> Any:
     """
 
     async def awaited(answers: Awaitable[Any]) -> Any:
-        with translated_errors(engine):
-            return await answers
+        asked = asyncio.ensure_future(answers)
+        try:
+            with translated_errors(engine):
+                while not (await asyncio.wait([asked], timeout=_LOOK_SECONDS))[0]:
+                    if engine.errored:  # vLLM never answers a call that was sent to a killed engine
+                        raise died_error(engine)
+                return asked.result()
+        finally:
+            asked.cancel()
 
     with translated_errors(engine):
         answers = engine.collective_rpc(method, args=args)

@@ -1,7 +1,8 @@
-"""vLLM's scheduler with five more rules:
+"""vLLM's scheduler with six more rules:
 
 - a traced prompt is computed in one step;
 - requests with a trace in the forward get steps of their own;
+- plans of a server's clients take a limited time of each step;
 - the scores of probes leave with a request's next tokens, and a probe may end its request before these tokens;
 - blocks of planned requests stay out of the prefix cache until the workers have accepted the plan;
 - KV blocks that a plan or a trace has changed are cleared before another request gets them.
@@ -17,9 +18,10 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from itertools import chain, takewhile
+from functools import partial
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -30,7 +32,9 @@ from vllm.v1.request import RequestStatus
 from midstream.engine.plugin import Replacement, apply_replacements, follow_parent
 from midstream.engine.prefix_cache import AcceptedPlans, EditedBlocks, holding_back, rekey, remember
 from midstream.engine.seams import Role
+from midstream.engine.shares import FEW, Costly, Share, StepShares, work_of
 from midstream.plan.probes import ScoreChunk
+from midstream.plan.work import StepWork
 from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest, changes_kv
 from midstream.settings import NAME, Settings, is_ours
 
@@ -103,8 +107,10 @@ class RequestState:
         changes_kv: whether it may write KV that differs from the model's own.
         held_from: as of `AcceptedPlans.held_from`, while the workers may refuse its plan; then None.
         in_forward: whether it has a trace in the forward.
-        is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended.
+        is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended, and if
+            traces share steps.
         is_unstarted: whether it has a trace and had not begun when this was last checked.
+        work: what its plan costs a step, and the plan, if it is a client's of a server; else None.
     """
 
     changes_kv: bool
@@ -112,6 +118,11 @@ class RequestState:
     in_forward: bool
     is_apart: bool
     is_unstarted: bool
+    work: tuple[StepWork, Hashable] | None = None
+
+    @property
+    def is_costly(self) -> bool:
+        return self.work is not None
 
     @property
     def is_held(self) -> bool:
@@ -119,7 +130,7 @@ class RequestState:
 
 
 # The queue may be long. So the scheduler counts the states with each of these flags, and looks through them only if there are any.
-_TALLIED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held")
+_TALLIED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held", "is_costly")
 
 
 class _Rules:
@@ -138,6 +149,8 @@ class _Rules:
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
     finish_requests: Any
+    _turns: StepTurns | None = None
+    _share = Share()  # of the coming step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -149,6 +162,7 @@ class _Rules:
         self._turns = StepTurns(settings.trace_share) if settings.trace_share < 1 and is_one else None
         self._states: dict[str, RequestState] = {}
         self._counts = Counter[str]()  # the number of states with each flag of `_TALLIED`
+        self._shares, self._share = StepShares(), Share()
         self._apart_is_stuck = False  # whether no waiting request apart could begin in the last step of its kind
         self._scores: dict[str, list[ScoreChunk]] = {}  # those that have not left yet, by request
         self._accepted = AcceptedPlans()
@@ -166,8 +180,9 @@ class _Rules:
             changes_kv(request.sampling_params),
             self._accepted.held_from(request),
             in_forward,
-            in_forward,
+            in_forward and self._turns is not None,
             trace is not None,
+            work_of(self.vllm_config, request.sampling_params) if trace is None and _shares(request) else None,
         )
         self._tally(state, 1)
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -179,16 +194,15 @@ class _Rules:
             return states[name].held_from if name in states else None
 
         with holding_back(self.kv_cache_manager, held_from) if counts["is_held"] else contextlib.nullcontext():
-            if not counts["is_apart"] or self._turns is None:
-                output = self._schedule_together(*args, **kwargs)
-            elif counts["in_forward"] == len(self.requests):  # there are no others
-                output = self._schedule_together(*args, **kwargs)
-                self._turns.begin(output, True)
-            else:
-                traced = self._turns.next()
-                output = self._schedule_apart(traced, *args, **kwargs)
-                if traced is not None:
-                    self._turns.begin(output, traced)
+            turns, are_alone = self._turns if counts["is_apart"] else None, counts["in_forward"] == len(self.requests)
+            traced = False if turns is None else are_alone or turns.next()
+            shares = counts["is_costly"] and traced is False
+            self._share = self._shares.next(*self._costly()) if shares else Share()
+            is_whole = are_alone if turns is not None else self._share == Share()
+            schedule = self._schedule_together if is_whole else partial(self._schedule_apart, traced)
+            output = schedule(*args, **kwargs)
+            if turns is not None and traced is not None:
+                turns.begin(output, traced)
         if counts["changes_kv"]:
             self._note_written(output)
         if self._ends:
@@ -210,20 +224,54 @@ class _Rules:
             self._states[name] = state = replace(state, **to)
             self._tally(state, 1)
 
+    def _costly(self) -> tuple[list[Costly], bool]:
+        """The requests whose plans cost time, and whether others have prompts to compute."""
+        # Some models take their prompts in pieces of a fixed size only.
+        can_cut = self.scheduler_config.enable_chunked_prefill and not getattr(
+            self, "need_mamba_block_aligned_split", False
+        )
+        found, others = list[Costly](), False
+        waiting = (request for request in self.waiting if not _is_paused(request))
+        for request in (*self.running, *islice(waiting, self.max_num_running_reqs)):  # no others can be in the step
+            state, tokens = self._states.get(request.request_id), max(_to_compute(request), 1)
+            if state is None or state.work is None:
+                others = others or tokens > FEW or _is_unstarted(request)
+                continue
+            tokens, may_be_cut = min(tokens, self.max_num_scheduled_tokens), can_cut and not request.mm_features
+            found.append(Costly(request.request_id, *state.work, tokens, _is_unstarted(request), may_be_cut))
+        return found, others
+
     def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:
+        if self._share.cut is not None:
+            return self._schedule_cut(*args, **kwargs)
         if self._counts["is_unstarted"] and self._may_begin_traces():
             return self._schedule_in_one_step(*args, **kwargs)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
+    def _is_hidden(self, request: Any) -> bool:
+        """Whether the request waits because plans take the time of the coming step."""
+        share = self._share
+        if share.cut is None or request.request_id == share.cut:
+            return request.request_id in share.hidden
+        return request.request_id in share.hidden or _is_unstarted(request) or _to_compute(request) > FEW
+
     def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none. vLLM sees only these."""
+        """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none; without those that wait
+        because of `_share`. vLLM sees only these.
+        """
         apart = {name for name, state in self._states.items() if state.is_apart}
         running, waiting = self.running, self.waiting
         able = [request for request in waiting if not _is_paused(request)]
-        waits = [request for request in able if (request.request_id in apart) is traced]
+        near = able if self._share == Share() else able[: self.max_num_running_reqs]  # as in `_costly`
+        waits = [
+            request for request in near if (request.request_id in apart) is traced and not self._is_hidden(request)
+        ]
         if self._apart_is_stuck and traced is False:  # room that gets free is for the request that waits longest
-            waits = list(takewhile(lambda request: request.request_id not in apart, able))
-        shown = [request for request in running if (request.request_id in apart) is traced]
+            free = set(takewhile(lambda request: request.request_id not in apart, able))
+            waits = [request for request in waits if request in free]
+        shown = [
+            request for request in running if (request.request_id in apart) is traced and not self._is_hidden(request)
+        ]
         before, hidden = set(running), len(running) - len(shown)
         given: list[Any] = []
         # Requests that vLLM does not see keep their slots, and paused sessions theirs.
@@ -248,6 +296,17 @@ class _Rules:
         if traced:
             self._apart_is_stuck = bool(waits) and not new
         return output
+
+    def _schedule_cut(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step in which a request has no more than its share's tokens: those that the others, which come first, leave."""
+        name, most = self._share.cut, self.max_num_scheduled_tokens
+        self.running.sort(key=lambda request: request.request_id == name)  # the list is this step's own
+        others = sum(_to_compute(request) for request in self.running if request.request_id != name)
+        self.max_num_scheduled_tokens = min(most, max(others, 0) + self._share.most)
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = most
 
     def _note_written(self, output: Any) -> None:
         """Note the blocks that the step writes for requests with edits or traces."""
@@ -293,7 +352,9 @@ class _Rules:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
         if (state := self._states.get(request.request_id)) is not None and state.in_forward:
-            self._change(request.request_id, is_apart=True)  # its edits are made again, also if its trace has ended
+            self._change(
+                request.request_id, is_apart=self._turns is not None
+            )  # its edits are made again, also if its trace has ended
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
@@ -412,6 +473,12 @@ class _Rules:
 def _to_compute(request: Any) -> int:
     tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
     return max(tokens, 0)
+
+
+def _shares(request: Any) -> bool:
+    """Whether the request is a client's of a server."""
+    carried = request.sampling_params.extra_args[NAME]
+    return isinstance(carried, dict) and carried.get("shares") is True
 
 
 def _is_paused(request: Any) -> bool:

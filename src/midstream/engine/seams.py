@@ -107,6 +107,8 @@ _FRONT_END = (
     Seam("vllm.v1.engine.output_processor.OutputProcessor.process_outputs", REPLACES, "midstream.engine.launch.taking_scores",
          "Takes the scores of probes off the engine's outputs, and keeps them with their request.",
          signature="(engine_core_outputs, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.utils.zmq_socket_ctx", REPLACES, "midstream.engine.launch.passing_interrupts_on",
+         "Lets Ctrl-C and SIGTERM end an engine's start.", signature="(path, socket_type, **rest)", role=Role.FRONT_END),
     Seam("vllm.v1.engine.output_processor.OutputProcessor", READS, "midstream.engine.launch.taking_scores",
          "Finds a request by the id of its output.", members="request_states"),
     Seam("vllm.v1.engine.output_processor.RequestState._new_completion_output", REPLACES, "midstream.engine.launch.putting_scores",
@@ -147,6 +149,8 @@ _FRONT_END = (
          "Ends the engine with time to free its shared memory and sockets.", members="shutdown(*, timeout)"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", READS, "midstream.engine.launch._has_died",
          "The log of an engine that has ended by itself is kept.", members="errored"),
+    Seam("vllm.v1.engine.async_llm.AsyncLLM", READS, "midstream.engine.launch.call_workers",
+         "vLLM never answers a call that was sent to a killed engine; midstream ends it.", members="errored"),
     Seam("vllm.v1.engine.core_client.SyncMPClient", READS, "midstream.engine.launch.wake_waiting_callers",
          "vLLM leaves callers waiting when the engine's process is killed (0.26 to 0.33); midstream puts the error into their queues.",
          members="resources; outputs_queue; utility_results"),
@@ -224,7 +228,9 @@ _CONFIG = (
     Seam("vllm.config.VllmConfig", READS, "midstream.engine.worker.Worker._make_plan_host",
          "The engine's configuration; midstream's settings are in additional_config, which is part of vLLM's compile-cache key.",
          members="model_config; parallel_config; scheduler_config; compilation_config; speculative_config; kv_transfer_config; "
-                 "lora_config; cache_config; additional_config; instance_id"),
+                 "lora_config; cache_config; device_config; additional_config; instance_id"),
+    Seam("vllm.config.DeviceConfig", READS, "midstream.engine.shares.work_of",
+         "The kind of device, which says what plans cost.", members="device_type"),
     Seam("vllm.config.ModelConfig", READS, "midstream.engine.admission.admitted",
          "Plans and prompts are checked against it.",
          members="dtype; hf_text_config; max_model_len; tokenizer; skip_tokenizer_init; get_hidden_size(); get_vocab_size(); "
@@ -237,7 +243,7 @@ _CONFIG = (
          "Says whether layers run on fewer rows than the batch has.", members="kv_sharing_fast_prefill"),
     Seam("vllm.config.SchedulerConfig", READS, "midstream.engine.launch.check_prompts",
          "The limits of a step; also names midstream's scheduler.",
-         members="scheduler_cls; async_scheduling; max_num_batched_tokens; max_num_seqs"),
+         members="scheduler_cls; async_scheduling; max_num_batched_tokens; max_num_seqs; enable_chunked_prefill"),
     Seam("vllm.config.SpeculativeConfig", READS, "midstream.engine.admission._check_engine",
          "Says how tokens are drafted; plans are refused with methods that were not tested.", members="method"),
     Seam("vllm.config.CompilationConfig", READS, "midstream.engine.worker.has_graphs",
@@ -298,7 +304,7 @@ _SCHEDULER = (
     Seam("vllm.v1.request.Request", SETS, "midstream.engine.scheduler._Rules",
          "Ends a request by its max_tokens, and reads its state.",
          members="max_tokens; sampling_params; request_id; client_index; status; prompt_token_ids; num_prompt_tokens; num_tokens; "
-                 "num_tokens_with_spec; num_computed_tokens; num_output_tokens; num_output_placeholders; block_hashes; "
+                 "num_tokens_with_spec; num_computed_tokens; num_output_tokens; num_output_placeholders; block_hashes; mm_features; "
                  "update_block_hashes(); take_events()"),
     Seam("vllm.v1.request.StreamingUpdate", READS, "midstream.engine.scheduler._Rules._update_request_as_session",
          "The plan of a session's next part.", members="sampling_params"),

@@ -560,6 +560,7 @@ class Worker(PlatformWorker):
     def midstream_set_weights(self, kept: Sequence[str], new: Mapping[str, bytes]) -> None:
         """Hold these weights for traces, and drop all others: the digests in `kept`, and new weights by their digests."""
         self.midstream.set_weights(kept, new)
+        self.plans.forget({*kept, *new})
 
     def midstream_vectors(self, what: str, *args: Any) -> Any:
         """Call a method of the named vectors: `set` or `delete`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ class SavedRows:
         if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
             raise _NotFromRows
         known: dict[Any, _Read] = {}
-        readers: dict[int, RowwiseReader] = {}
+        readers: dict[int, tuple[RowwiseReader, list[Any]]] = {}
         earlier: dict[int, Value] = {}  # id of a value -> the one in its place in an equal step before
         for number, graph in enumerate(recording.steps[2:], start=2):
             before = recording.steps[number - 1]
@@ -143,7 +144,12 @@ class SavedRows:
         return {id(each): read(each.memory.value, each.chain, tuple(each.shape), each.dtype) for each in saved}
 
     def _read(
-        self, value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, readers: dict[int, RowwiseReader]
+        self,
+        value: Value,
+        chain: Chain,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        readers: dict[int, tuple[RowwiseReader, list[Any]]],
     ) -> _Read:
         sources = [each for each in ancestors([value, *objects_in(chain, Value)]) if each.kind == "read"]
         if len(sources) != 1:
@@ -152,18 +158,22 @@ class SavedRows:
         if not isinstance(source.target, tuple) or source.part is not None or source.dtype != self._dtype:
             raise _NotFromRows
         if id(source) not in readers:
-            builder = self._builders.get(source.target)
-            readers[id(source)] = reader = RowwiseReader(source, value.line, builder)
-            self._builders[source.target] = reader.builder
+            assumed: list[Any] = []
+            builder, ask = self._builders.get(source.target), partial(_assume, assumed)
+            readers[id(source)] = RowwiseReader(source, value.line, builder, ask), assumed
+            self._builders[source.target] = readers[id(source)][0].builder
+        reader, assumed = readers[id(source)]
         try:
-            tensor = readers[id(source)].row_tensor(value, chain)
+            tensor = reader.row_tensor(value, chain)
         except NotRowwise:
             raise _NotFromRows from None
+        if any(rows != tensor.rows[: len(rows)] for rows in assumed):
+            raise _NotFromRows
         result, count = tensor.result, len(rows_of(tensor.rows, source.shape[0]))
         as_tensor = result.shape if tensor.lead < 0 else (*[1] * tensor.lead, count, *result.shape)
-        if tensor.parts or result.shaped.rows != 1 or as_tensor != shape or result.dtype != dtype:
+        if result.shaped.rows != 1 or as_tensor != shape or result.dtype != dtype:
             raise _NotFromRows
-        unshaped = readers[id(source)].unshaped(result)
+        unshaped = reader.unshaped(result)
         return _Read(source.target, source.step, unshaped, result.shape, tensor.rows, tensor.lead)
 
     def _program(self, point: Point) -> Program | None:
@@ -221,6 +231,15 @@ class SavedRows:
         # A plane whose rows are all used once and in order is not copied.
         whole = {key: rows == list(range(len(planes[key]))) for key, rows in used.items()}
         return _Template(values, {key: None if whole[key] else np.array(rows) for key, rows in used.items()})
+
+
+def _assume(assumed: list[Any], rows: RowChoice, own: torch.Tensor | None) -> int:
+    """As `row_tensors.Ask`: notes the assumption that the rows which are kept are among these."""
+    if own is None:
+        assumed.append(rows)
+    elif bool((own != own[:1]).any()):
+        assumed.append((None,))  # no rows are these
+    return 0
 
 
 def _stretch(read: _Read, prompt: int) -> tuple[int, int]:

@@ -64,12 +64,6 @@ class LinearResult(StepResult):
 
     form: Form
 
-    @property
-    def has_own_rows(self) -> bool:
-        """Whether each row has different numbers."""
-        change = self.form
-        return isinstance(change, RowChange) and change.constant is not None and change.constant.ndim == 2
-
 
 class LinearBuilder(Builder):
     """Follows the functions of results in place of steps. Arguments as of `Builder`."""
@@ -79,11 +73,6 @@ class LinearBuilder(Builder):
         self._made = 0
         zeros = torch.zeros(_ROWS, width, dtype=getattr(torch, dtype))
         self._inputs = [self._result(zeros, RowChange(1.0, (), None, 0.0))]
-
-    def own_rows(self, numbers: torch.Tensor) -> LinearResult:
-        """Numbers of the code's own, different for each row: `[rows, H]`, or `[rows, 1]`."""
-        change = RowChange(0.0, (), numbers.double().expand(-1, self.width), _eps(numbers.dtype))
-        return self._result(torch.zeros(_ROWS, self.width, dtype=numbers.dtype), change)
 
     def add(
         self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
@@ -100,7 +89,7 @@ class LinearBuilder(Builder):
         if isinstance(form, _Known):
             form = RowChange(0.0, (), form.numbers, form.eps)
         if isinstance(form, RowChange) and form.constant is not None:
-            form = form._replace(constant=form.constant.expand(*form.constant.shape[:-1], self.width))
+            form = form._replace(constant=form.constant.expand(self.width))
         row = zeros.shape[1:]
         is_number, is_row = math.prod(row) == 1, math.prod(row) == self.width and row[-1:] == (self.width,)
         if form is None or zeros.shape[0] != _ROWS or not (is_number if isinstance(form, Along) else is_row):
@@ -204,9 +193,7 @@ def _summed(x: Any, *_: Any) -> Form | None:
     return _along(x.change, x.w_H, 0.0) if isinstance(x, Weighted) else None
 
 
-def _along(change: RowChange, vector: torch.Tensor, eps: float) -> Along | None:
-    if change.constant is not None and change.constant.ndim == 2:
-        return None
+def _along(change: RowChange, vector: torch.Tensor, eps: float) -> Along:
     w = change.scale * vector
     for u, other in change.outers:
         w = w + float(u @ vector) * other

@@ -174,7 +174,7 @@ class Recorder:
 
     def _refused(self, jobs: _Jobs) -> Recorded | None:
         """Recordings that say why the code cannot run here; None if it can."""
-        reason = None if self._code.is_whole else "it uses a value of one of your modules that cannot be sent"
+        reason = self._code.by_name
         try:
             if reason is None:
                 self._copy()
@@ -263,4 +263,5 @@ def _agree(one: Recording, other: Recording) -> bool:
     values = [each.outcome.values for each in (one, other)]
     if all(map(is_plain, values)) and values[0] != values[1]:
         return False
-    return one.needs_body == other.needs_body and one.watched == other.watched and same_steps(one.steps, other.steps)
+    facts = [(each.needs_body, each.may_raise, each.watched) for each in (one, other)]
+    return facts[0] == facts[1] and same_steps(one.steps, other.steps)

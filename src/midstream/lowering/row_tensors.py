@@ -7,13 +7,12 @@ missing; in the program it comes first. Sizes that mean the number of rows becom
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from midstream.lowering.linear import LinearBuilder, LinearResult
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.rowwise import ELEMENTWISE, RULES, overload
 from midstream.plan.steps import DType, Ref, RowCount
@@ -38,7 +37,7 @@ _WITH_NUMBER = {
 
 
 _PRODUCT = "it multiplies tokens with each other"
-_OWN_ROWS = "a tensor has numbers of its own for each token"
+OWN_ROWS = "a tensor has numbers of its own for each token"
 
 # Which rows: indices that are applied to the list of all rows, one after the other. Empty for all rows.
 RowChoice = tuple[int | slice | tuple[int, ...], ...]
@@ -50,6 +49,11 @@ def rows_of(rows: RowChoice, tokens: int) -> list[int]:
     for each in rows:
         found = [found[i] for i in each] if isinstance(each, tuple) else found[each]
     return [found] if isinstance(found, int) else found
+
+
+# Asks about the row that is read: -1 if it is not among these rows of the site. Else 0; or, if the code's own tensor has a row for each
+# of the rows, the first of its rows with the same numbers as this row's: 0 if they are equal.
+Ask = Callable[[RowChoice, torch.Tensor | None], int]
 
 
 class NoProgram(Exception):
@@ -64,13 +68,11 @@ class RowTensor:
         result: in the program, with the rows on the first axis.
         rows: which of the site's rows it has.
         lead: how many axes of size 1 the recorded tensor has before the rows; -1 if it is a single row without that axis.
-        parts: later replacements of some of its rows.
     """
 
     result: StepResult
     rows: RowChoice = ()
     lead: int = 0
-    parts: tuple[tuple[RowChoice, RowTensor], ...] = ()
 
 
 class RowOperations:
@@ -79,15 +81,16 @@ class RowOperations:
     Args:
         builder: of the site's program; has the steps.
         tokens: T, as recorded.
+        ask: about the row that is read.
 
     Attributes:
         line: of the code, for the next operations.
     """
 
-    def __init__(self, builder: Builder, tokens: int) -> None:
+    def __init__(self, builder: Builder, tokens: int, ask: Ask) -> None:
         self.builder = builder
         self.line = 0
-        self._tokens = tokens
+        self._tokens, self._ask = tokens, ask
         self._shaped_before: dict[Ref, StepResult] = {}  # result of a reshape -> its argument
 
     def result_of(
@@ -149,22 +152,12 @@ class RowOperations:
             own = own.item()
         if not isinstance(own, torch.Tensor):
             return self.made(like, "full.default", (sizes, own), {"dtype": DType(str(dtype).removeprefix("torch."))})
-        own = self._beside(own, like)
-        if isinstance(own, RowTensor):
-            return self.cast(own, dtype)
-        return self.made(like, "expand.default", (own.to(dtype), sizes))
-
-    def _beside(self, own: torch.Tensor, like: RowTensor) -> torch.Tensor | RowTensor:
-        """As `aligned`, but a row tensor for numbers of each row's own beside a tensor of the site's shape, if the builder knows these."""
-        width = self.builder.width
-        is_site = like.result.shape == (width,) and like.lead == 0 and like.result.shaped.rows == 1
-        fits = own.ndim == 2 and own.shape[0] == self.count(like) and own.shape[1] in (1, width)
-        if not (isinstance(self.builder, LinearBuilder) and is_site and fits and bool((own != own[:1]).any())):
-            return self.aligned(own, like)
-        return RowTensor(self.builder.own_rows(own), like.rows)
+        return self.made(like, "expand.default", (self.aligned(own, like).to(dtype), sizes))
 
     def aligned(self, own: torch.Tensor, like: RowTensor) -> torch.Tensor:
-        """A tensor of the code's own that broadcasts with `like`: without the axes before the rows, and the same for all rows."""
+        """A tensor of the code's own that broadcasts with `like`: without the axes before the rows, and with the numbers of the row that is
+        read, if each has its own.
+        """
         rank = like.result.rank
         while own.ndim > max(rank, rank + like.lead) or (like.lead > 0 and own.ndim > rank):
             if own.shape[0] != 1:
@@ -175,9 +168,13 @@ class RowOperations:
                 raise NoProgram("a tensor adds an axis in front of the token's numbers")
             own = own[0]
         if own.ndim == rank and own.shape[0] != 1:
-            if not bool((own == own[:1]).all()):
-                raise NoProgram(_OWN_ROWS)
-            own = own[:1]
+            if own.shape[0] == self.count(like) and like.result.shaped.rows == 1:
+                place = max(self._ask(like.rows, own), 0)  # any for a row that `like` lacks: its result is not used
+            elif bool((own == own[:1]).all()):
+                place = 0
+            else:
+                raise NoProgram(OWN_ROWS)
+            own = own[place : place + 1]
         return own
 
     def count(self, tensor: RowTensor) -> int:
@@ -193,7 +190,7 @@ class RowOperations:
         if op in ELEMENTWISE:
             op, args = self._with_number(op, args)
             like, args = self._of_one_rank(like, args)
-            args = tuple(self._beside(each, like) if isinstance(each, torch.Tensor) else each for each in args)
+            args = tuple(self.aligned(each, like) if isinstance(each, torch.Tensor) else each for each in args)
         elif op in _BESIDE:
             args = self._all_blocks(args, like)
         if like.lead and op not in ELEMENTWISE and op not in _WITHOUT_AXES:
@@ -339,8 +336,6 @@ class RowOperations:
     def _chosen(self, tensor: RowTensor, chosen: Any) -> RowTensor:
         if tensor.lead or tensor.result.shaped.rows != 1:
             raise NoProgram("it takes some tokens after another axis")
-        if isinstance(tensor.result, LinearResult) and tensor.result.has_own_rows:
-            raise NoProgram(_OWN_ROWS)
         return replace(tensor, rows=(*tensor.rows, chosen), lead=-1 if isinstance(chosen, int) else 0)
 
     # Indices.
@@ -355,7 +350,11 @@ class RowOperations:
         sizes = (0, *tensor.result.shape)
         return tuple(each if each is None or not i else each.long() % sizes[i] for i, each in enumerate(indices))
 
-    def op_index(self, tensor: RowTensor, indices: Sequence[Any]) -> RowTensor:
+    def op_index(self, tensor: Any, indices: Sequence[Any]) -> RowTensor:
+        if isinstance(tensor, torch.Tensor):  # rows of a matrix of the code's own, as those of a decoder
+            if tensor.ndim != 2 or len(indices) != 1:
+                raise NoProgram("it uses indices that only the forward has")
+            return self.made(indices[0], "embedding.default", (tensor, indices[0]))
         if (rows := self._rows_in(tensor, indices)) is not None:
             return self._chosen(tensor, rows)
         return self.made(tensor, "index.Tensor", (tensor, self._places(tensor, indices)))
@@ -368,7 +367,8 @@ class RowOperations:
         if not isinstance(first, torch.Tensor) or first.ndim != 1 or any(each is not None for each in others):
             raise NoProgram("its indices are about tokens and numbers together")
         places = tuple(first.tolist())
-        if len({place % max(self.count(tensor), 1) for place in places}) < len(places):
+        count = max(self.count(tensor), 1)
+        if len({place % count for place in places}) < len(places):
             raise NoProgram("it names a token twice")
         return places
 
@@ -376,10 +376,9 @@ class RowOperations:
         self, tensor: RowTensor, indices: Sequence[Any], values: Any, accumulate: bool = False
     ) -> RowTensor:
         if (rows := self._rows_in(tensor, indices)) is not None:
-            if accumulate:
-                raise NoProgram("it accumulates at some tokens")
             there = self._chosen(tensor, rows)
-            return replace(tensor, parts=(*tensor.parts, (there.rows, self.op_copy(there, values))))
+            new = self.plain("add.Tensor", (there, values), {}) if accumulate else self.op_copy(there, values)
+            return self.put(tensor, replace(new, rows=there.rows))
         places = self._places(tensor, indices)
         there = self.made(tensor, "index.Tensor", (tensor, places))
         if isinstance(values, RowTensor):
@@ -388,6 +387,14 @@ class RowOperations:
             values = self.aligned(values, there).to(tensor.result.dtype)
         return self.made(tensor, "index_put.default", (tensor, places, values, accumulate))
 
+    def has(self, tensor: RowTensor) -> bool:
+        """Whether the row that is read is one of the tensor's."""
+        return not tensor.rows or self._ask(tensor.rows, None) >= 0
+
+    def put(self, tensor: RowTensor, new: RowTensor) -> RowTensor:
+        """The tensor with other numbers in the rows that `new` has."""
+        return replace(new, rows=tensor.rows, lead=tensor.lead) if self.has(new) else tensor
+
     # New numbers.
 
     def op_copy(self, tensor: RowTensor, new: Any, non_blocking: bool = False) -> RowTensor:
@@ -395,7 +402,8 @@ class RowOperations:
             return self.as_row_tensor(new, tensor)
         if new.rows != tensor.rows or new.result.shaped.rows != tensor.result.shaped.rows or new.lead > tensor.lead:
             raise NoProgram("it writes numbers of other tokens")
-        if new.result.rank > tensor.result.rank or (new.lead < tensor.lead and new.lead < 0):
+        is_narrower = new.lead < tensor.lead and new.lead < 0 and self.count(tensor) != 1
+        if new.result.rank > tensor.result.rank or is_narrower:
             raise NoProgram("it writes numbers of other tokens")
         new = self.cast(new, tensor.result.dtype)
         missing = tensor.result.rank - new.result.rank

@@ -1,13 +1,16 @@
 """Reads recorded tensors that are row-wise functions of a site's value: as linear changes of its rows, and as programs (`plan.program`).
 
-    for rows, change in changes(write): ...                        # None if the write is not linear
-    for rows, program, inputs in programs_of(write): ...           # raises NotRowwise, with the line and the reason
+    for rows, change in changes(write).at(length): ...             # raises NotRowwise if the write is not linear
+    for rows, (program, inputs) in programs_of(write).at(length)   # raises NotRowwise, with the line and the reason
     tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
     plan = with_programs(plan, facts)                              # the same for the functions in a plan's `Apply`s
 
 The reader follows each tensor through the graph: it notes which rows of the site's value the tensor has, and on which axis
 (`lowering.row_tensors`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording
 on its T tokens, and keeps rows apart, is right for any number of rows. So a recording of any length will do, even one of a single token.
+
+Code may change some rows alone, or use a tensor with numbers of its own for each row. So the reader asks whether the row that it reads is
+among the rows which the code changes, and takes this row's numbers. `RowReadings` reads a write once for all rows with the same answers.
 """
 
 from __future__ import annotations
@@ -17,19 +20,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from midstream.errors import PlanError
 from midstream.lowering.linear import LinearBuilder, LinearResult
-from midstream.lowering.row_tensors import SAME, NoProgram, RowChoice, RowOperations, RowTensor
+from midstream.lowering.row_tensors import OWN_ROWS, Ask, NoProgram, RowChoice, RowOperations, RowTensor, rows_of
 from midstream.plan.building import Builder
 from midstream.plan.ops import Apply
 from midstream.plan.ops.edit import Intervention, RowChange, changed
 from midstream.plan.program import Program
-from midstream.plan.rowwise import ELEMENTWISE
 from midstream.plan.steps import DType
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import LAYER_SITES, Point, comes_before
@@ -38,7 +39,9 @@ from midstream.trace.graph import Chain, Value, Write
 from midstream.trace.record import fingerprint, record_function
 from midstream.tree import objects_in
 
-_AGAIN = "it uses rows again after it has replaced some of them"
+T = TypeVar("T")
+_MOST_CHANGES, _MOST_PROGRAMS = 1 << 10, 1 << 8  # of one write, for tokens with numbers of their own
+_FILLED = "it uses a tensor of its own that it has filled with values of the model: make it with torch.zeros_like(h) or h.new_zeros(...)"
 # A function is recorded for each of these numbers of tokens, and has to do the same. The first is a prime: see `Notes.rows`.
 _FUNCTION_ROWS = (1009, 2)
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
@@ -53,50 +56,149 @@ class NotRowwise(Exception):
 
 
 class Made(NamedTuple):
-    """A program that makes a write.
+    """A program that makes a write at some rows.
 
     Attributes:
-        rows: the rows that it changes.
         inputs: the points of its further inputs.
     """
 
-    rows: RowChoice
     program: Program
     inputs: tuple[Point, ...] = ()
 
 
-def changes(write: Write) -> list[tuple[RowChoice, RowChange]] | None:
-    """The changes that a write makes, each with its rows. Later entries override earlier ones. None if the write is not linear."""
-    was = write.was
-    if len(was.shape) != 2:
-        return None
-    reader = RowwiseReader(was, write.line, LinearBuilder(was.shape[1], str(was.dtype).removeprefix("torch.")))
-    try:
-        parts = reader.parts(write.now)
-    except NotRowwise:
-        return None
-    found = []
-    for rows, tensor in parts:
-        if not isinstance(tensor.result, LinearResult) or not isinstance(tensor.result.form, RowChange):
+class RowReadings(Generic[T]):
+    """The readings of a write, each for the rows that give the same answers (`row_tensors.Ask`).
+
+    Args:
+        read: reads the write for the row that its argument answers for.
+        line: of the write.
+        most: how many readings there may be.
+    """
+
+    def __init__(self, read: Callable[[Ask], T], line: int, most: int) -> None:
+        self._read, self._line, self._most = read, line, most
+        self._known: dict[
+            tuple[int, ...], dict[tuple[int, ...], T]
+        ] = {}  # numbers of questions -> answers -> the reading
+        self._count = 0
+        self._numbers: dict[tuple[str, Any], int] = {}  # a question -> its number
+        self._questions: list[tuple[RowChoice, tuple[int, ...] | None]] = []
+        self._labels: dict[Any, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._length = 0
+        self._answers: dict[int, list[int]] = {}  # of all rows of a prompt of this length
+
+    def at(self, length: int) -> list[tuple[list[int], T]]:
+        """Which rows of a prompt have which reading. Raises NotRowwise, also for a row that a prompt of this length does not have."""
+        found: dict[int, tuple[list[int], T]] = {}
+        for row in range(length):
+            reading = self.of(row, length)
+            found.setdefault(id(reading), ([], reading))[0].append(row)
+        return list(found.values())
+
+    def of(self, row: int, length: int) -> T:
+        """The reading of a row of a prompt. Raises NotRowwise as `at` does."""
+        if length != self._length:
+            self._length, self._answers = length, {}
+        for questions, readings in self._known.items():
+            answers = tuple(self._answer(each)[row] for each in questions)
+            if answers in readings:
+                return readings[answers]
+        asked: dict[int, int] = {}
+
+        def ask(rows: RowChoice, own: torch.Tensor | None) -> int:
+            labels = self._labels_of(own)
+            if labels is not None and (different := len(set(labels))) > self._most:
+                raise NotRowwise(
+                    self._line, f"it has other numbers for each of {different} tokens; a plan: up to {self._most}"
+                )
+            if labels is not None and not any(labels):  # equal at all rows
+                return 0
+            number = self._numbers.setdefault((repr(rows), labels), len(self._questions))
+            if number == len(self._questions):
+                self._questions.append((rows, labels))
+            asked[number] = self._answer(number)[row]
+            return asked[number]
+
+        self._count += 1
+        if self._count > self._most:
+            raise NotRowwise(self._line, f"it does something else at each of more than {self._most} groups of tokens")
+        reading = self._read(ask)
+        self._known.setdefault(tuple(asked), {})[tuple(asked.values())] = reading
+        return reading
+
+    def _labels_of(self, own: torch.Tensor | None) -> tuple[int, ...] | None:
+        """For each row of a tensor the first row with the same bits."""
+        if own is None:
             return None
-        found.append((rows, tensor.result.form))
-    return found
+        place = own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride(), own.dtype
+        if place not in self._labels:
+            first: dict[bytes, int] = {}
+            each = (
+                row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                for row in own.detach().clone(memory_format=torch.contiguous_format)
+            )
+            self._labels[place] = own, tuple([first.setdefault(row, i) for i, row in enumerate(each)])
+        return self._labels[place][1]
+
+    def _answer(self, number: int) -> list[int]:
+        """The answers of all rows of the prompt to a question."""
+        if number not in self._answers:
+            chosen, labels = self._questions[number]
+            try:
+                rows = rows_of(chosen, self._length)
+            except IndexError:
+                raise NotRowwise(self._line, "it is about a row that the prompt does not have") from None
+            if labels is not None and len(labels) != len(rows):
+                raise NotRowwise(self._line, OWN_ROWS)
+            answers = [-1] * self._length
+            for place, row in enumerate(rows):
+                answers[row] = 0 if labels is None else labels[place]
+            self._answers[number] = answers
+        return self._answers[number]
 
 
-def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True) -> list[Made]:
-    """The programs that make a write. A later one overrides earlier ones at its rows.
+def changes(write: Write) -> RowReadings[RowChange]:
+    """The changes that a write makes. `at` raises NotRowwise if it is not linear."""
+    was = write.was
+
+    def read(ask: Ask) -> RowChange:
+        if len(was.shape) != 2:
+            raise NotRowwise(write.line, "its value has further axes")
+        dtype = str(was.dtype).removeprefix("torch.")
+        result = RowwiseReader(was, write.line, LinearBuilder(was.shape[1], dtype), ask).whole(write.now).result
+        if not isinstance(result, LinearResult) or not isinstance(result.form, RowChange):
+            raise NotRowwise(write.line, "it is not linear")
+        return result.form
+
+    return RowReadings(read, write.line, _MOST_CHANGES)
+
+
+def programs_of(
+    write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True
+) -> RowReadings[Made]:
+    """The programs that make a write. `at` raises NotRowwise if it is not row-wise, or uses an operation that programs do not have.
 
     Args:
         are_together: as in `trace.record.Model`.
-
-    Raises:
-        NotRowwise: the write is not row-wise, or uses an operation that programs do not have.
     """
-    if write.was.part is not None:
-        raise NotRowwise(write.line, "it is about one of a layer's two streams")
-    reader = RowwiseReader(write.was, write.line)
-    reader.may_use = lambda point: comes_before(point, write.point) and are_together(point, write.point)
-    return reader.programs(write.now)
+
+    def read(ask: Ask) -> Made:
+        if write.was.part is not None:
+            raise NotRowwise(write.line, "it is about one of a layer's two streams")
+        reader = RowwiseReader(write.was, write.line, ask=ask)
+        reader.may_use = lambda point: comes_before(point, write.point) and are_together(point, write.point)
+        return reader.program(write.now)
+
+    return RowReadings(read, write.line, _MOST_PROGRAMS)
+
+
+def _ask_nothing(rows: RowChoice, own: torch.Tensor | None) -> int:
+    """For code that has to do the same at all rows."""
+    if own is None:
+        raise NoProgram("it changes some tokens alone, which is what positions are for")
+    if bool((own != own[:1]).any()):
+        raise NoProgram(OWN_ROWS)
+    return 0
 
 
 class RowwiseReader:
@@ -105,16 +207,17 @@ class RowwiseReader:
     Args:
         was: the value.
         builder: of earlier programs at its site.
+        ask: about the row that is read.
 
     Attributes:
         line: of the value that was read last.
         may_use: which other points of the same step its programs may read; none at first.
     """
 
-    def __init__(self, was: Value, line: int, builder: Builder | None = None) -> None:
+    def __init__(self, was: Value, line: int, builder: Builder | None = None, ask: Ask = _ask_nothing) -> None:
         self.builder = builder or Builder(math.prod(was.shape[1:]), str(was.dtype).removeprefix("torch."))
         self._rows = was.shape[0]
-        self._operations = RowOperations(self.builder, self._rows)
+        self._operations = RowOperations(self.builder, self._rows, ask)
         self.unshaped = self._operations.unshaped
         self.line = self._first_line = line
         self.may_use: Callable[[Point], bool] = lambda point: False
@@ -123,14 +226,17 @@ class RowwiseReader:
         self._known: dict[int, Any] = {id(was): self._was}
         self._further: dict[Point, Any] = {}  # the further inputs, in the order in which the builder has made them
 
-    def programs(self, now: Value) -> list[Made]:
-        """The programs that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
-        parts = self.parts(now)
+    def program(self, now: Value) -> Made:
+        """The program that makes a value of the site at the row that is read. Raises NotRowwise."""
+        tensor = self.whole(now)
         with self._saying_why():
-            return [self._made(rows, tensor) for rows, tensor in parts]
+            flat = self._operations.reshaped(tensor, (self.builder.width,))
+            result = self._operations.cast(flat, getattr(torch, self.builder.dtype)).result
+            points = list(self._further)
+            return Made(self.builder.program(result), tuple(points[i] for i in self.builder.inputs_of(result)))
 
-    def parts(self, now: Value) -> list[tuple[RowChoice, RowTensor]]:
-        """A value of the site, and later replacements of some of its rows. Raises NotRowwise."""
+    def whole(self, now: Value) -> RowTensor:
+        """A value of the site. Raises NotRowwise."""
         with self._saying_why():
             whole = self.of(now)
             if isinstance(whole, torch.Tensor):
@@ -138,7 +244,7 @@ class RowwiseReader:
             is_row = self._operations.count(whole) == 1  # axes of size 1 before a single row are ambiguous
             if whole.rows or (whole.lead and not is_row):
                 raise NoProgram("it is not a value for each token")
-            return [((), whole), *whole.parts]
+            return whole  # type: ignore[no-any-return]
 
     def row_tensor(self, value: Value, chain: Chain = ()) -> RowTensor:
         """A value, or a view of it, as a row tensor. Raises NotRowwise."""
@@ -152,18 +258,14 @@ class RowwiseReader:
     def _saying_why(self) -> Iterator[None]:
         try:
             yield
+        except NotRowwise:
+            raise
         except (NoProgram, PlanError) as error:
             raise NotRowwise(self.line, str(error)) from None
         except RecursionError:
             raise NotRowwise(self._first_line, "it computes too much") from None
         except Exception as error:  # the code may do anything to its tensors; an unforeseen case is not a program
             raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
-
-    def _made(self, rows: RowChoice, tensor: RowTensor) -> Made:
-        flat = self._operations.reshaped(tensor, (self.builder.width,))
-        result = self._operations.cast(flat, getattr(torch, self.builder.dtype)).result
-        points = list(self._further)
-        return Made(rows, self.builder.program(result), tuple(points[i] for i in self.builder.inputs_of(result)))
 
     # Values.
 
@@ -190,11 +292,11 @@ class RowwiseReader:
             self.line = value.line or self.line
             used = f"calls {value.target}" if value.kind == "module" else f"uses {_name_of(value.target)}, too"
             raise NoProgram(f"it {used}")
+        if value.kind == "put":
+            return self._put(value)
         args = tuple(map(self.of, value.args))
         kwargs = {name: self.of(each) for name, each in value.kwargs.items() if name not in _IGNORED}
         self.line = self._operations.line = value.line or self.line
-        if value.kind == "put":
-            return self._put(args[0], args[1], value.target)
         return self._call(value, args, kwargs)
 
     def _may_use(self, read: Value) -> bool:
@@ -217,70 +319,30 @@ class RowwiseReader:
         packet = packet.removesuffix("_") if changes else packet
         tensors = list(objects_in((args, tuple(kwargs.values())), RowTensor))
         if not tensors or (changes and not isinstance(args[0], RowTensor)):
-            raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
-        if any(tensor.parts for tensor in tensors):
-            return self._again(packet, which, args, kwargs)
+            raise NoProgram(_FILLED)
         found = self._operations.result_of(packet, which, args, kwargs, None if changes else value.out)  # type: ignore[arg-type]
         return self._operations.cast(found, args[0].result.dtype) if changes and isinstance(found, RowTensor) else found
 
-    def _again(self, packet: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowTensor:
-        """The result of an operation on a value some of whose rows have been replaced."""
-        tensor, others = args[0], list(objects_in((args[1:], tuple(kwargs.values())), RowTensor))
-        if packet == "copy" and others:
-            copied = self._operations.op_copy(tensor, replace(others[0], parts=()))
-            if copied.result is others[0].result:
-                return replace(copied, parts=others[0].parts)
-        if not isinstance(tensor, RowTensor) or any(other.parts for other in others):
-            raise NoProgram(_AGAIN)
-        if packet in SAME:
-            return tensor
-
-        def result(of: RowTensor) -> Any:
-            return self._operations.result_of(packet, which, (of, *args[1:]), kwargs, None)
-
-        found = result(replace(tensor, parts=()))
-        if packet in ("copy", "fill", "zero"):  # all rows get other numbers
-            return found  # type: ignore[no-any-return]
-        if packet in ("select", "slice"):
-            return self._some_again(tensor, found)
-        if packet == "index_put" and found.result is tensor.result:
-            return replace(found, parts=(*tensor.parts, *found.parts))
-        if f"{packet}.{which}" not in ELEMENTWISE or others:
-            raise NoProgram(_AGAIN)
-        parts = ((rows, replace(result(replace(part, lead=0)), lead=part.lead)) for rows, part in tensor.parts)
-        return replace(found, parts=tuple(parts))
-
-    def _some_again(self, tensor: RowTensor, found: RowTensor) -> RowTensor:
-        """The rows that `found` has of `tensor`, if none or all of them were replaced."""
-        if found.result is tensor.result and found.rows == tensor.rows:
-            return tensor
-        for rows, part in reversed(tensor.parts):
-            if rows == found.rows:
-                return part
-            if not _are_apart(rows, found.rows):
-                raise NoProgram(_AGAIN)
-        return found
-
-    def _put(self, whole: Any, new: Any, chain: Sequence[Any]) -> RowTensor:
+    def _put(self, value: Value) -> RowTensor:
         """A tensor with other numbers in a view of it."""
-        if not isinstance(whole, RowTensor) or not isinstance(new, RowTensor):
-            raise NoProgram("it uses a tensor of its own that it has filled with values of the model")
-        base = replace(whole, parts=())
-        views = self._views(base, chain)
-        rows = views[-1].rows
-        if new.rows == rows == base.rows and views[-1].result is base.result:  # all of it
-            return replace(new, lead=base.lead)
-        if new.parts or (whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views)))):
-            raise NoProgram("it changes a part of rows after it has replaced some of them")
-        for (op, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
-            if new.rows != rows:
-                raise NoProgram("it writes numbers of other tokens")
+        whole = self.of(value.args[0])
+        self.line = self._operations.line = value.line or self.line
+        views = self._views(whole, value.target) if isinstance(whole, RowTensor) else [None]
+        if isinstance(views[-1], RowTensor) and views[-1].rows != whole.rows and not self._operations.has(views[-1]):
+            return whole  # type: ignore[no-any-return]  # the row that is read is not in the view
+        new = self.of(value.args[1])
+        self.line = self._operations.line = value.line or self.line
+        if not isinstance(views[-1], RowTensor) or not isinstance(new, RowTensor):
+            raise NoProgram(_FILLED)
+        if new.rows != views[-1].rows:
+            raise NoProgram("it writes numbers of other tokens")
+        if new.rows == whole.rows and views[-1].result is whole.result:  # all of it
+            return replace(new, lead=whole.lead)
+        for (op, args, _, _), view, seen in reversed(list(zip(value.target, views, views[1:], strict=False))):
             if seen.rows == view.rows:
-                new = replace(self._operations.back(str(op), args, view, new), rows=rows)
-        if rows == base.rows:
-            return replace(new, lead=base.lead)
-        new = replace(new, lead=-1 if isinstance(rows[-1], int) else 0)
-        return replace(whole, parts=(*(part for part in whole.parts if part[0] != rows), (rows, new)))
+                new = self._operations.back(str(op), args, view, new)
+            new = replace(new, rows=view.rows, lead=new.lead if seen.rows == view.rows else view.lead)
+        return replace(new, lead=whole.lead)
 
     def _views(self, base: Any, chain: Sequence[Any]) -> list[Any]:
         views = [base]
@@ -292,28 +354,6 @@ class RowwiseReader:
 
 def _name_of(point: Any) -> str:
     return f"{point[0]} of layer {point[1]}" if isinstance(point, tuple) else str(point)
-
-
-def _are_apart(one: RowChoice, other: RowChoice) -> bool:
-    """Whether these are different rows for every prompt length."""
-    first, second = _listed(one), _listed(other)
-    if first is None or second is None:
-        return False
-    return len({place < 0 for place in first | second}) == 1 and not first & second
-
-
-def _listed(rows: RowChoice) -> set[int] | None:
-    """The rows that a choice names; None if they depend on the prompt's length."""
-    if len(rows) != 1:
-        return None
-    match rows[0]:
-        case int(place):
-            return {place}
-        case tuple(places):
-            return set(places)
-        case slice(start=first, stop=int(last), step=step) if (first or 0) >= 0 and 0 <= last < 1 << 20:
-            return set(range(first or 0, last, step or 1))
-    return None
 
 
 # Functions in a plan.
@@ -387,12 +427,9 @@ def _of_rows(
     reader = RowwiseReader(values[0], line)
     reader.may_use = lambda point: point in points[1:]
     try:
-        made = reader.programs(found)
+        return reader.program(found)
     except NotRowwise as error:
         raise _refused(error.reason, error.line) from None
-    if len(made) > 1 or made[0].rows:
-        raise _refused("it changes some tokens alone, which is what Apply.positions is for", line)
-    return made[0]
 
 
 def _refused(reason: str, line: int) -> PlanError:

@@ -20,11 +20,11 @@ import torch
 from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows
 from midstream.lowering.recordings import Recorded, Recorder
-from midstream.lowering.row_tensors import RowChoice, rows_of
-from midstream.lowering.rowwise import NotRowwise, changes, programs_of
+from midstream.lowering.rowwise import Made, NotRowwise, RowReadings, changes, programs_of
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program
+from midstream.plan.steps import INPUT
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
@@ -36,6 +36,7 @@ from midstream.trace.shipping import ShippedCode, ship
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it changes all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
+_MOST_FORMS = 8  # of the programs of one write, which the engine runs one after the other
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture: at a point that is read in the prompt's step alone, and at others.
@@ -185,14 +186,16 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return own.union(*(item.further for item in items))
 
 
-def explained(program: TraceProgram, model: Model, is_streamed: bool = False) -> str:
-    """The fate of a program line by line, as text. It assumes a prompt of 512 tokens and eight steps.
+def explained(program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False) -> str:
+    """The fate of a program line by line, as text. It assumes eight steps.
 
-    `is_streamed`: whether the caller reads values while the request runs.
+    Args:
+        length: of the prompt, in tokens; None for 512.
+        is_streamed: whether the caller reads values while the request runs.
     """
-    length, steps = _EXPLAINED
+    assumed, steps = _EXPLAINED
     programs = [[program]]
-    (found,) = lowered_requests(programs, ship(programs), model, [length], [steps])
+    (found,) = lowered_requests(programs, ship(programs), model, [length or assumed], [steps])
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     tier = Tier.PLAN if found.reads_nothing else found.tier
     if is_streamed and found.tier is Tier.CLIENT:
@@ -441,56 +444,66 @@ def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
 
 def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, model: Model) -> list[Edit]:
     """The edits that make a write: of the kinds that can, else programs. Raises _Stays if there are none."""
-    found = recorded.once(changes, write)
-    edits = _placed([(*each, ()) for each in found], write, length, phase) if found is not None else None
-    if edits is None:
-        try:
-            programs = recorded.once(programs_of, write, model.are_together)
-        except NotRowwise as error:
-            raise _Stays(error.line or write.line, error.reason) from None
-        if any(_is_too_large(made.program, model.holds_weights) for made in programs):
-            raise _Stays(write.line, "its numbers are too many for a plan: each request would carry them")
-        edits = _placed(programs, write, length, phase)
-    assert edits is not None
+    edits = _linear(recorded.once(changes, write), write, length, phase)
+    try:
+        if edits is None:
+            made = recorded.once(programs_of, write, model.are_together).at(length)
+            edits = _programs(made, write, length, phase, model.holds_weights)
+    except NotRowwise as error:
+        raise _Stays(error.line or write.line, error.reason) from None
     note = Note(write.line, "edit", f"{write.point[0]}[{write.point[1]}] is edited by a plan")
     if edits and note not in notes:
         notes.append(note)
     return edits
 
 
-def _placed(
-    found: Sequence[tuple[RowChoice, RowChange | Program, tuple[Point, ...]]], write: Write, length: int, phase: str
-) -> list[Edit] | None:
-    """Edits for the rows of each entry; None if no kind of edit can make one. Later entries override earlier ones."""
-    rows: dict[int, int] = {}  # row -> the last entry for it
-    try:
-        for place, (chosen, *_) in enumerate(found):
-            rows |= dict.fromkeys(rows_of(chosen, length), place)
-    except IndexError:
-        raise _Stays(write.line, "it is about a row that the prompt does not have") from None
+def _linear(found: RowReadings[RowChange], write: Write, length: int, phase: str) -> list[Edit] | None:
+    """The edits that make the changes; None if one is not linear, or if no kind of edit can make it."""
     edits: list[Edit] = []
-    for place, (chosen, change, inputs) in enumerate(found):
-        mine = [row for row in rows_of(chosen, length) if rows[row] == place]
-        if not mine or (isinstance(change, RowChange) and change.is_nothing):
+    try:
+        first = found.of(0, length)
+        if not first.is_nothing and not _said(first, [{"phase": phase}, *_places([0], length, phase)], write):
+            return None
+        changes_of_rows = found.at(length)
+    except NotRowwise:
+        return None
+    for rows, change in changes_of_rows:
+        if change.is_nothing:
             continue
-        places: list[dict[str, Any]] = [{"phase": phase}] if len(mine) == length else []
-        places += [{"positions": tuple(mine)}] if phase == "prefill" else []
-        if isinstance(change, RowChange):
-            made = _said(_for_rows(change, rows_of(chosen, length), mine, phase), places, write)
-        else:
-            made = [Apply(write.point[0], layers=write.point[1], program=change, inputs=inputs, **places[0])]
+        made = _said(change, _places(rows, length, phase), write)
         if not made:
             return None
         edits += made
     return edits
 
 
-def _for_rows(change: RowChange, chosen: list[int], mine: list[int], phase: str) -> RowChange:
-    """The change with the numbers of these rows, if each row has its own."""
-    if change.constant is None or change.constant.ndim == 1:
-        return change
-    constant = change.constant[[chosen.index(row) for row in mine]]
-    return change._replace(constant=constant if phase == "prefill" else constant[0])
+def _programs(
+    found: Sequence[tuple[list[int], Made]], write: Write, length: int, phase: str, holds_weights: bool
+) -> list[Edit]:
+    """The edits for programs, each of these rows. Raises _Stays if they are too many or too large."""
+    found = [(rows, made) for rows, made in found if made.program.result != INPUT]
+    if len({made.program.form.key for _, made in found}) > _MOST_FORMS:
+        raise _Stays(write.line, f"it does something else at each of more than {_MOST_FORMS} tokens")
+    carried = (made.program.held[0] if holds_weights else made.program for _, made in found)
+    constants = {constant for program in carried for constant in program.constants if constant.data is not None}
+    if sum(constant.nbytes for constant in constants) > _MOST_CONSTANTS:
+        raise _Stays(write.line, "its numbers are too many for a plan: each request would carry them")
+    return [
+        Apply(
+            write.point[0],
+            layers=write.point[1],
+            program=made.program,
+            inputs=made.inputs,
+            **_places(rows, length, phase)[0],
+        )
+        for rows, made in found
+    ]
+
+
+def _places(rows: Sequence[int], length: int, phase: str) -> list[dict[str, Any]]:
+    """The fields of an edit that say which rows it changes: by the phase if these are all, and by positions of the prompt."""
+    places: list[dict[str, Any]] = [{"phase": phase}] if len(rows) == length else []
+    return places + ([{"positions": tuple(rows)}] if phase == "prefill" else [])
 
 
 def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) -> Sequence[Edit]:

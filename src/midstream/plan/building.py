@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.errors import PlanError
 from midstream.plan.checking import Checker
-from midstream.plan.ops.edit import kind_of
+from midstream.plan.ops.edit import Op, kind_of
 from midstream.plan.program import Program, written_step
 from midstream.plan.rowwise import RULES, Shaped
 from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Step
@@ -198,19 +198,40 @@ class StepWriter:
     def arithmetic(
         self, kind: str, numbers: tuple[float, float, float], h: Ref, operands: Sequence[torch.Tensor | None]
     ) -> Ref:
-        """The value that an edit of this kind makes of h, which is float32.
+        """The value that an edit of this kind makes of h, which is float32. Arguments and errors as of `_referred`."""
+        new = self._referred(kind, numbers, h, operands)
+        return self.step("add.Tensor", h, new) if kind_of(kind).adds else new
+
+    def _referred(
+        self, kind: str, numbers: tuple[float, float, float], h: Ref, operands: Sequence[torch.Tensor | None]
+    ) -> Ref:
+        """`Edit.reference` of a kind, for h in float32.
 
         Args:
             numbers: `Edit.numbers`.
             operands: v and w, float32 `[width]`.
 
         Raises:
-            PlanError: the edit's `reference` uses an operation that programs do not have.
+            PlanError: it uses an operation that programs do not have.
         """
         steps, result = _recorded(kind, numbers, self._width, operands[1] is not None)
         given = [None if operand is None else self.constant(operand) for operand in operands]
         (new,) = self._moved(steps, [result], [h], given)
-        return self.step("add.Tensor", h, new) if kind_of(kind).adds else new
+        return new  # type: ignore[no-any-return]
+
+    def edited(self, ops: Sequence[Op], operands: Sequence[Sequence[torch.Tensor | None]]) -> Program:
+        """The program that does the arithmetic of `edit.edited`. `ops`: edits without programs; `operands`: each one's v and w."""
+        h, added = self.cast(INPUT, "float32"), None
+        for op, given in zip(ops, operands, strict=True):
+            adds = kind_of(op.kind).adds
+            if added is not None and not adds:
+                h, added = self.step("add.Tensor", h, added), None
+            new = self._referred(op.kind, (op.a, op.b, op.c), h, given)
+            if not adds:
+                h = new
+            else:
+                added = new if added is None else self.step("add.Tensor", added, new)
+        return self.program(h if added is None else self.step("add.Tensor", h, added))
 
     def _moved(self, steps: Sequence[Step], results: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> Any:
         """Add steps with these inputs and constants. Returns their results."""
@@ -274,7 +295,8 @@ class _Recorder(TorchDispatchMode):
             return found
         if name not in RULES:
             raise PlanError(
-                f"An edit of the kind {self._kind!r} cannot be gated: its reference uses {name}, which programs do not have."
+                f"An edit of the kind {self._kind!r} cannot be gated, nor be final beside other edits: its reference uses {name}, which "
+                "programs do not have."
             )
         kwargs = kwargs or {}
         named = tuple(sorted((key, self.of(value)) for key, value in kwargs.items() if key not in _IGNORED))

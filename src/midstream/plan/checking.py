@@ -21,7 +21,6 @@ from midstream.plan.rowwise import (
     ELEMENTWISE,
     RULES,
     SIZED,
-    SLOW,
     Mixes,
     OpCall,
     RuleResult,
@@ -31,11 +30,13 @@ from midstream.plan.rowwise import (
 )
 from midstream.plan.steps import FLOATS, Const, Constant, DType, Ref, RowCount, Step, written
 from midstream.plan.vectors import digest
+from midstream.plan.work import Work, product_of, work_of
 from midstream.tree import objects_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
 MAX_SHARED = 1 << 20  # numbers of a result that is the same for all rows
 MAX_RESULTS = 1 << 10  # of one step
+MAX_ALL_RESULTS = 1 << 12  # of all steps of a program
 MAX_RANK = 6
 _CHECKED_ROWS = (1009, 2)  # two numbers, so that a literal size cannot equal both
 _TYPES = {
@@ -48,7 +49,11 @@ _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _WITH_NUMBER = frozenset("add sub mul div".split()) | _COMPARISONS
 _MOST_KNOWN = 1024
 _known: dict[str, Checked] = {}  # the facts about programs by their structure
-_SLOWER = 16  # the work of an operation in `SLOW`, relative to others
+_MOST_FOUND, _FEW = 1 << 12, 4
+_found: dict[Any, Any] = {}  # results without numbers, by the operation and the shapes and dtypes of its arguments
+_PRODUCTS = frozenset(f"{name}.default" for name in ("mm", "mv", "addmm", "bmm"))
+_SLOWER = {torch.float32: 1.0, torch.bfloat16: 4.0, torch.float64: 2.0}  # products of these numbers
+_SLOWEST = 24.0  # products of float16 and whole numbers on a CPU
 
 
 class Checker:
@@ -64,7 +69,8 @@ class Checker:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self.work = 0.0
+        self._count = 0  # of results
+        self.work = Work()
         self.inputs, self.constants = list[Shaped](), list[Shaped]()
         self.results: list[Shaped | tuple[Shaped, ...]] = []
 
@@ -104,20 +110,65 @@ class Checker:
             call = _bound(func, args, kwargs, step.op in ELEMENTWISE)
             _check_rows_marks(step.op, call)
             outcome = RULES[step.op](call)
-            named = {name: self._plain(each) for name, each in kwargs.items()}
-            found = func(*map(self._plain, args), **named, **on_device(step.op, "meta"))
+            self._check_count(step, call)  # before PyTorch makes them
+            found = self._without_numbers(func, step.op, args, kwargs)
+        except PlanError:
+            raise
         except Mixes as error:
             raise PlanError(f"{step.place}: {error}.") from None
         except Exception as error:
             said = next(iter(str(error).splitlines()), "")[:200]
             raise PlanError(f"{step.place} does not take these arguments: {said}") from error
         several = isinstance(found, (tuple, list))
-        if several and len(found) > MAX_RESULTS:
-            raise PlanError(f"{step.place} gives {len(found)} results; allowed: up to {MAX_RESULTS}.")
         each = enumerate(found if several else (found,))
         results = tuple(self._result(step, meta, outcome, outcome.which == i) for i, meta in each)
-        self.work += _multiplications(func, call)
+        self.work = self.work.plus(self._work(step.op, call, results))
         self.results.append(results if several else results[0])
+
+    def _without_numbers(self, func: Any, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the operation returns on the meta device; of many operations PyTorch computes it in slow Python code."""
+        key = self._rows, op, _spec(tuple(args)), tuple((name, _spec(kwargs[name])) for name in sorted(kwargs))
+        found = _found.get(key)
+        if found is None:
+            named = {name: self._plain(each) for name, each in kwargs.items()}
+            found = func(*map(self._plain, args), **named, **on_device(op, "meta"))
+            if len(_found) >= _MOST_FOUND:
+                _found.clear()
+            if not isinstance(found, (tuple, list)) or len(found) <= _FEW:
+                _found[key] = found
+        return found
+
+    def _check_count(self, step: Step, call: OpCall) -> None:
+        """Raise PlanError for too many results. Each costs time to make, also if it is empty."""
+        count = _result_count(step.op, call)
+        self._count += count
+        if count > MAX_RESULTS:
+            raise PlanError(f"{step.place} gives {count} results; allowed: up to {MAX_RESULTS}.")
+        if self._count > MAX_ALL_RESULTS:
+            raise PlanError(
+                f"The program's operations give over {MAX_ALL_RESULTS} results up to {step.place}; allowed: up to {MAX_ALL_RESULTS}. "
+                "Use operations on whole tensors in place of unbind and split."
+            )
+
+    def _work(self, op: str, call: OpCall, results: Sequence[Shaped]) -> Work:
+        row, shared = self._sizes([*call.tensors, *results])
+        if op in _PRODUCTS:
+            left, right = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][
+                -2:
+            ]
+            products = left.meta.numel() * (right.meta.shape[-1] if right.meta.ndim > 1 else 1)
+            slower = _SLOWER.get(left.meta.dtype, _SLOWEST)
+            of_row, of_all = (products / self._rows, 0.0) if left.rows else (0.0, products)
+            return product_of(row, shared, of_row, of_all, slower)
+        x, dim = call["self"], call["dim"]
+        dim = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
+        is_axis = isinstance(x, Shaped) and isinstance(dim, int) and -x.meta.ndim <= dim < x.meta.ndim
+        return work_of(op, row, shared, len(results), x.meta.shape[dim] if is_axis else 0)
+
+    def _sizes(self, tensors: Sequence[Shaped]) -> tuple[float, float]:
+        """The numbers of tensors: of those with rows for each row, and of the others."""
+        row = sum(each.meta.numel() for each in tensors if each.rows) / self._rows
+        return row, sum(each.meta.numel() for each in tensors if not each.rows)
 
     def _result(self, step: Step, meta: Any, outcome: RuleResult, has_bound: bool) -> Shaped:
         if not isinstance(meta, torch.Tensor) or meta.is_complex():
@@ -128,7 +179,6 @@ class Checker:
             raise PlanError(f"{step.place} gives {list(meta.shape)}, which is too large; allowed: {most}.")
         if outcome.rows and (not meta.ndim or meta.shape[0] != outcome.rows * self._rows):
             raise PlanError(f"{step.place} gives {list(meta.shape)}, whose first axis is not that of the rows.")
-        self.work += (size if outcome.rows else size / 64) * (_SLOWER if step.op in SLOW else 1)
         is_whole = not meta.dtype.is_floating_point and meta.dtype != torch.bool
         return Shaped(meta, outcome.rows, outcome.bound if is_whole and has_bound else None)
 
@@ -190,14 +240,24 @@ def _check_rows_marks(op: str, call: OpCall) -> None:
             raise Mixes("it uses the number of rows, where it is not a first size")
 
 
-def _multiplications(func: Any, call: OpCall) -> float:
-    """The work of a matrix product for one row, in units of `Checker.work`; little for a product that all rows share."""
-    pair = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][-2:]
-    if func._schema.name not in ("aten::mm", "aten::mv", "aten::addmm", "aten::bmm") or len(pair) < 2:
-        return 0.0
-    left, right = pair
-    row = left.rows * math.prod(left.meta.shape[1:]) if left.rows else left.meta.numel()
-    return row * (right.meta.shape[-1] if right.meta.ndim > 1 else 1) / 64
+def _spec(arg: Any) -> Any:
+    """An argument as a part of a key: tensors by their shape and dtype."""
+    if isinstance(arg, Shaped):
+        return arg.meta.dtype, arg.meta.shape
+    return tuple(map(_spec, arg)) if isinstance(arg, tuple) else (type(arg), arg)
+
+
+def _result_count(op: str, call: OpCall) -> int:
+    """How many results an operation gives, before it runs."""
+    x, dim = call["self"], call["dim"] or 0
+    if op not in ("unbind.int", "split.Tensor", "split_with_sizes.default") or not isinstance(x, Shaped):
+        return 1
+    if op == "split_with_sizes.default":
+        return len(call["split_sizes"])
+    if not -x.meta.ndim <= dim < x.meta.ndim:
+        return 1  # PyTorch refuses it
+    size = x.meta.shape[dim]
+    return size if op == "unbind.int" else -(-size // max(call["split_size"], 1))
 
 
 @dataclass(frozen=True)
@@ -205,14 +265,14 @@ class Checked:
     """The facts about a program.
 
     Attributes:
-        work: about how many numbers it computes for each row.
+        work: of one run.
         peak: the most numbers of a row that are in memory at once.
         last_use: step -> the last step that uses it; without the unused steps.
         results: of each step, the first one for a number of rows.
         parts: the shape and dtype of one row of each result of the program.
     """
 
-    work: int
+    work: Work
     peak: int
     last_use: Mapping[int, int]
     results: tuple[Shaped, ...]
@@ -277,7 +337,7 @@ def _checked(program: Any, rows: int) -> Checked:
     last_use = _last_use(program.steps, refs)
     results_of_rows = tuple(PackedResult(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
     peak = _peak([*sizes, sizes_of_all], last_use, sum(widths))
-    return Checked(int(checker.work), peak, last_use, tuple(parts[0] for parts in each), results_of_rows)
+    return Checked(checker.work, peak, last_use, tuple(parts[0] for parts in each), results_of_rows)
 
 
 def _check_result(found: Any, rows: int, width: int | None) -> None:

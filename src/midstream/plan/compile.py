@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
+from midstream.plan.building import StepWriter
 from midstream.plan.captures import NO_PLANES, Capture, PlaneKey, Planes, Reading
 from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.ops.knockout import Knockout, Knockouts
@@ -148,7 +149,7 @@ def compile_plan(
             edits[phase].setdefault(point, []).append(op)
     readings = [item for item in normal.readings if points is None or point_of(item) in points]
     scorers = {probe: probe.program_for(dtype, width, on_host or vector) for probe in normal.probes}
-    profiles = _Profiles(edits, width, reads_of(normal.captures), scorers, SIZES[dtype])
+    profiles = _Profiles(edits, width, reads_of(normal.captures), scorers, dtype, bank)
     selections = {each: Selection.of(each, prompt_length) for each in {item.positions for item in normal.readings}}
     codes_P, reads, generated_reads = _read(readings, selections, prompt_length)
     generated = profiles.number(generated_reads, "decode")
@@ -280,6 +281,7 @@ class _VectorBank:
         self.tensors: list[torch.Tensor] = []
         self._width, self._vector, self._run, self._on_host, self._dtype = width, vector, run, on_host, dtype
         self._index: dict[Any, int] = {}
+        self._named: dict[int, Named] = {}  # the vectors that may lie on the device
         self._ops: dict[Any, Op] = {}
 
     def check_names(self, edit: Edit) -> None:
@@ -301,8 +303,18 @@ class _VectorBank:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
             first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
             program = edit.program_for(self._dtype, self._width, self._on_host)
-            self._ops[key] = Op(edit.kind, first, second, *edit.numbers(), program=program, inputs=edit.further)
+            numbers, is_final = edit.numbers(), edit.final is not None
+            self._ops[key] = Op(
+                edit.kind, first, second, *numbers, program=program, inputs=edit.further, is_final=is_final
+            )
         return self._ops[key]
+
+    def on_host(self, index: int) -> torch.Tensor | None:
+        """The tensor of an operand, for the host; None for none."""
+        if index < 0:
+            return None
+        named = self._named.get(index)
+        return self.tensors[index].cpu() if named is None else torch.tensor(np.asarray(self._on_host(named)))
 
     def _operand(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> int:
         """The index of an operand's tensor. Operands with equal keys share one."""
@@ -320,6 +332,8 @@ class _VectorBank:
         if key not in self._index:
             self.tensors.append(make().detach().to(torch.float32).contiguous())
             self._index[key] = len(self.tensors) - 1
+            if isinstance(value, Named) and shape is None:
+                self._named[self._index[key]] = value
         index = self._index[key]
         found = list(self.tensors[index].shape)
         if found != [width]:
@@ -344,11 +358,13 @@ class _Profiles:
         width: Callable[[str, int], int],
         programs: Mapping[PlaneKey, Program],
         scorers: Mapping[Probe, Program],
-        itemsize: int,
+        dtype: str,
+        bank: _VectorBank,
     ) -> None:
         self.list = [Profile({})]
         self._edits, self._width, self._programs, self._scorers = edits, width, programs, scorers
-        self._itemsize = itemsize
+        self._dtype, self._itemsize, self._bank = dtype, SIZES[dtype], bank
+        self._finals: dict[Any, Op] = {}
         self._same = edits["prefill"] == edits["decode"]
         self._numbers: dict[Any, int] = {}
         self._without_placed: dict[Any, Profile] = {}
@@ -359,7 +375,9 @@ class _Profiles:
         everywhere = self._edits[phase]
         if not reads and not placed and not everywhere:
             return 0
-        here = {point: _in_order([*ops, *everywhere.get(point, ())]) for point, ops in (placed or {}).items()}
+        here = {
+            point: self._in_order([*ops, *everywhere.get(point, ())], point) for point, ops in (placed or {}).items()
+        }
         key = reads, phase, tuple(here.items())
         if key not in self._numbers:
             if (reads, phase) not in self._without_placed:
@@ -385,7 +403,7 @@ class _Profiles:
         at = {point_of(probe) for probe in reads if isinstance(probe, Probe)}
         points = sorted({*edits, *at, *((site, layer) for site, layer, _ in planes)}, key=_order)
         profile = Profile({}, row, tuple(places), width)
-        ops = {point: self._with_reads(point, _in_order(edits.get(point, ())), profile) for point in points}
+        ops = {point: self._with_reads(point, self._in_order(edits.get(point, ()), point), profile) for point in points}
         return replace(profile, ops=ops)
 
     def _with_reads(self, point: Point, edits: tuple[Op, ...], profile: Profile) -> tuple[Op, ...]:
@@ -403,9 +421,22 @@ class _Profiles:
             reads.append(here)
         return (*reads[0], *edits, *reads[1])
 
-
-def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
-    return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
+    def _in_order(self, ranked: Collection[tuple[int, Op]], point: Point) -> tuple[Op, ...]:
+        """The ops of a row at a point. The arithmetic of final edits becomes a program if the row has other edits there: programs run after
+        arithmetic, in their order, and sums are made of other edits and final ones apart.
+        """
+        ops = tuple(op for _, op in sorted(ranked, key=itemgetter(0)))
+        others = tuple(op for op in ops if not op.is_final)
+        arithmetic = tuple(op for op in ops if op.is_final and op.program is None)
+        if not (others and arithmetic):
+            return ops
+        key = point, arithmetic
+        if key not in self._finals:
+            operands = [tuple(map(self._bank.on_host, (op.vector, op.mask))) for op in arithmetic]
+            program = StepWriter(self._width(*point), self._dtype).edited(arithmetic, operands)
+            self._finals[key] = Op(arithmetic[0].kind, program=program, is_final=True)
+        programs = tuple(op for op in ops if op.is_final and op.program is not None)
+        return (*others, self._finals[key], *programs)
 
 
 def _order(point: Point) -> tuple[int, int]:

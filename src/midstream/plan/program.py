@@ -30,6 +30,7 @@ from midstream.plan.vectors import ByDigest, digest
 
 if TYPE_CHECKING:
     from midstream.plan.checking import Checked, Form
+    from midstream.plan.work import Work
 
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
@@ -122,8 +123,8 @@ class Program(ByDigest):
         return form_of(self, self.checked.results)
 
     @property
-    def work(self) -> int:
-        """About how many numbers it computes for a row."""
+    def work(self) -> Work:
+        """The work of one run."""
         return self.checked.work
 
     def _check_argument(self, step: Step, number: int, arg: Any, count: list[int], depth: int = 0) -> None:

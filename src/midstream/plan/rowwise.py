@@ -327,9 +327,6 @@ _ALONG = """
     glu var.dim std.dim aminmax
 """
 _ALONG_WITH_PLACES = "max.dim min.dim topk sort sort.stable kthvalue median.dim cummax cummin"
-SLOW = frozenset(
-    "topk.default sort.default sort.stable argsort.default kthvalue.default median.dim cummax.default cummin.default".split()
-)
 
 
 def _key(name: str) -> str:

@@ -134,7 +134,7 @@ class Constant(ByDigest):
                 "a constant's data", f"{len(self.data)} bytes", f"{self.nbytes} for {self.dtype} {list(shape)}"
             )
         self._check_finite()
-        fields.settle(self, digest=digest(json.dumps([self.dtype, shape]).encode() + self.data))
+        fields.settle(self, digest=digest(json.dumps([self.dtype, shape]).encode(), self.data))
 
     def _check_finite(self) -> None:
         if self.dtype == "bfloat16":

@@ -8,8 +8,8 @@
     model.generate(prompts, plan=plan)
 
 Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). The order
-at a site is: captures and probes before, patches, steers, clamps, programs, gated edits, captures and probes after. `ops` has one file for
-each kind of edit.
+at a site is: captures and probes before, patches, steers, clamps, programs, gated edits, final edits (in the same order), captures and
+probes after. `ops` has one file for each kind of edit.
 
 A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the engine
 holds.
@@ -25,7 +25,7 @@ import dataclasses
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any
@@ -38,6 +38,7 @@ from midstream.plan.captures import Capture, Consumer, Reading, Sink
 from midstream.plan.fields import Span, span_positions
 from midstream.plan.ops import Apply, Clamp, Edit, Knockout, Patch, Steer, When
 from midstream.plan.ops.edit import Intervention, changed, field_names
+from midstream.plan.ops.final import Final, check_final, checked_final, made_final
 from midstream.plan.probes import Probe, check_names
 from midstream.plan.program import Program
 from midstream.plan.selections import Selector
@@ -66,7 +67,7 @@ __all__ = [
     "When",
     "Zeros",
     "check",
-    "check_strangers",
+    "count_of",
     "counted_from_0",
     "has_spans",
     "not_finite",
@@ -76,6 +77,7 @@ __all__ = [
 
 SITE_ORDER = {site: i for i, site in enumerate(LAYER_SITES)}
 MAX_EDITS = 1 << 14
+_TEXT = json.JSONEncoder(sort_keys=True)
 MAX_PLACED_EDITS = 1 << 16
 
 
@@ -84,12 +86,19 @@ class Plan:
     """Interventions in order. In `a + b`, the interventions of `a` come first. A `When` with several edits becomes several `When`s with one
     edit each.
 
+    Args:
+        interventions: edits, captures and probes.
+        final: makes its edits final. At their sites, final edits act after the other edits of a plan that they are added to, of any kind.
+            With "later", that plan may have no other edits that could undo them; with "all", it may have no other edits at all. It is meant
+            for engine-wide plans.
+
     Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
     """
 
     interventions: tuple[Intervention, ...] = ()
+    final: InitVar[Final | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, final: Final | None) -> None:
         fields.settle(self, interventions=tuple(self.interventions))
         for i, item in enumerate(self.interventions):
             if not isinstance(item, (Edit, Reading)):
@@ -98,6 +107,10 @@ class Plan:
                 )
         if any(len(item.parts) > 2 for item in self.interventions):
             fields.settle(self, interventions=tuple(one for item in self.interventions for one in item.alone))
+        if final is not None:
+            final = checked_final("Plan.final", final)
+            items = (made_final(item, final) if isinstance(item, Edit) else item for item in self.interventions)
+            fields.settle(self, interventions=tuple(items))
         if self.probes:
             check_names(self.probes)
 
@@ -151,9 +164,12 @@ class Plan:
         trusted: bool = True,
         named_runs: Mapping[str, RecordedRun] | None = None,
         saes: Mapping[str, Any] | None = None,
+        may_be_final: bool | None = None,
     ) -> Plan:
-        """The plan that `to_wire` wrote: see `wire.from_wire`. Raises PlanError for anything else."""
-        return cls(wire.from_wire(given, trusted=trusted, named_runs=named_runs, saes=saes))
+        """The plan that `to_wire` wrote: see `wire.from_wire`. Raises PlanError for anything else. Trusted plans may be final."""
+        may_be_final = trusted if may_be_final is None else may_be_final
+        found = wire.from_wire(given, trusted=trusted, named_runs=named_runs, saes=saes, may_be_final=may_be_final)
+        return cls(found)
 
     @classmethod
     def from_json(cls, text: str, *, trusted: bool = True) -> Plan:
@@ -163,6 +179,11 @@ class Plan:
     @cached_property
     def edits(self) -> tuple[Edit, ...]:
         return tuple(item for item in self.interventions if isinstance(item, Edit))
+
+    @cached_property
+    def has_final(self) -> bool:
+        """Whether it has final edits."""
+        return any(edit.final is not None for edit in self.edits)
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
@@ -207,6 +228,12 @@ class Plan:
         Raises:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
         """
+        key, known = (num_layers, prompt_length), self.__dict__.get("_normal")
+        if known is None or known[0] != key:  # the keys of KV blocks and the tables need the same one
+            known = self.__dict__["_normal"] = key, self._made_normal(*key)
+        return known[1]  # type: ignore[no-any-return]
+
+    def _made_normal(self, num_layers: int | None, prompt_length: int | None) -> Plan:
         if num_layers and any(item.at_layers[0] < 0 for item in self.interventions if item.at_layers != "all"):
             return counted_from_0(self, num_layers).normal(num_layers, prompt_length)
         probes = [probe.placed(prompt_length) for probe in sorted(self.probes, key=lambda probe: probe.name)]
@@ -246,12 +273,16 @@ class Plan:
         return bool(self.interventions)
 
 
+# An argument alone would read as None. With several kinds of final edits, "all" counts.
+Plan.final = property(lambda plan: min((edit.final for edit in plan.edits if edit.final), default=None))  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------------------ the normal form
 
 
 def _normal_edits(edits: Sequence[Edit], num_layers: int | None, prompt_length: int | None) -> Iterator[Edit]:
     in_order = sorted((edit for edit in edits if not edit.changes_nothing()), key=lambda edit: (edit.order, edit.kind))
-    for _, of_kind in groupby(in_order, key=lambda edit: edit.kind):
+    for _, of_kind in groupby(in_order, key=lambda edit: (edit.order, edit.kind)):
         each = [one for edit in of_kind for one in edit.spread(num_layers, prompt_length)]
         yield from sorted(each, key=_order_of(each)) if each else ()
 
@@ -287,7 +318,7 @@ def _point(item: Intervention) -> tuple[int, int]:
 def encoded(item: Intervention) -> str:
     """All fields of an intervention as text, for comparing and hashing."""
     values = [_encoded(name, getattr(item, name)) for name in field_names(type(item))]  # type: ignore[arg-type]
-    return json.dumps([item.kind, *values], sort_keys=True)
+    return _TEXT.encode([item.kind, *values, *([item.final] if item.final is not None else [])])
 
 
 def _encoded(field: str, value: Any) -> Any:
@@ -345,7 +376,8 @@ def resolve_spans(plan: Plan, text: str, offsets: Sequence[tuple[int, int]]) -> 
             tokens without text, such as the one that begins the sequence.
 
     Raises:
-        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it.
+        PlanError: the prompt has fewer occurrences of the text, or no token overlaps it; or a `Patch` has another number of source
+            positions than the text has tokens.
     """
     return Plan(tuple(_resolved(item, text, offsets) for item in plan.interventions))
 
@@ -356,8 +388,9 @@ def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]])
         return item
     if item.parts:
         return item.with_parts(lambda part: _resolved(part, text, offsets))
-    found: Any = {field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
-    return dataclasses.replace(item, **found)  # type: ignore[type-var]
+    return item.with_places(
+        **{field: span_positions(span, text, offsets, item.label(field)) for field, span in spans.items()}
+    )
 
 
 def counted_from_0(plan: Plan, num_layers: int) -> Plan:
@@ -425,6 +458,8 @@ def check(
     An argument that is None is unknown, and is not checked.
     """
     _check_size(plan, facts.num_layers)
+    if plan.has_final:
+        check_final(plan.edits, facts.num_layers)
     for item in chain.from_iterable((*item.parts, item) for item in plan.interventions):
         _check_positions(item, prompt_length, multimodal)
         if isinstance(item, Reading) and item.positions == "all_generated" and max_tokens == 0:
@@ -453,24 +488,6 @@ def check(
         _check_further(item, layers, facts)
 
 
-def check_strangers(plan: Plan, num_layers: int) -> None:
-    """Raise PlanError for an untrusted plan that would make other requests wait too long."""
-    count = sum(_count(item, num_layers) for item in plan.interventions)
-    if count > wire.MAX_STRANGERS_EDITS:
-        counted = "counted once for each layer and listed position"
-        allowed = f"up to {wire.MAX_STRANGERS_EDITS} edits and captures over HTTP, {counted}"
-        raise fields.refuse("the plan", f"{count} edits and captures", allowed)
-    items = plan.interventions
-    layers = (num_layers if item.at_layers == "all" else len(item.at_layers) for item in items)
-    work = sum(_work(item) * count for item, count in zip(items, layers, strict=True))
-    if work > wire.MAX_STRANGERS_WORK:
-        allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
-        raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
-    if len(inputs := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
-        allowed = f"up to {wire.MAX_STRANGERS_INPUTS} over HTTP"
-        raise fields.refuse("the plan", f"programs with {len(inputs)} different further inputs", allowed)
-
-
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
     """The message of a `NotFiniteError` for a request whose activations became infinite or NaN through its plan or its trace."""
     if broken.point is not None:
@@ -489,8 +506,8 @@ def _shown_place(edit: Edit) -> str:
 
 
 def _check_size(plan: Plan, num_layers: int) -> None:
-    everywhere = sum(_count(edit, num_layers) for edit in plan.edits if edit.place is None)
-    placed = sum(_count(edit, num_layers) for edit in plan.edits if edit.place is not None)
+    everywhere = sum(count_of(edit, num_layers) for edit in plan.edits if edit.place is None)
+    placed = sum(count_of(edit, num_layers) for edit in plan.edits if edit.place is not None)
     if everywhere > MAX_EDITS:  # each acts at every row
         allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
         raise fields.refuse("the plan", f"{everywhere} steers and clamps", allowed)
@@ -499,15 +516,7 @@ def _check_size(plan: Plan, num_layers: int) -> None:
         raise fields.refuse("the plan", f"{placed} edits at positions", allowed)
 
 
-def _work(item: Intervention) -> int:
-    """About how many numbers its programs compute for a token, at one layer."""
-    if item.its_program is not None:
-        return item.its_program.work
-    widths = (value.width for part in (item, *item.parts) for _, value in part.values() if isinstance(value, Vector))
-    return sum(widths) if item.runs_program else 0
-
-
-def _count(item: Intervention, num_layers: int) -> int:
+def count_of(item: Intervention, num_layers: int) -> int:
     """How many edits or captures an intervention is, counted once for each layer and listed position."""
     positions = len(item.place) if isinstance(item.place, tuple) else 1
     return item.copies * positions * (num_layers if item.at_layers == "all" else len(item.at_layers))

@@ -27,9 +27,12 @@ from midstream.sites import LAYER_SITES
 DIGEST_BYTES = 16
 
 
-def digest(data: bytes) -> str:
-    """blake2b of 16 bytes, in hexadecimal. It identifies vectors, plans and KV blocks."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+def digest(*parts: bytes) -> str:
+    """blake2b of 16 bytes, in hexadecimal, of the parts in a row. It identifies vectors, plans and KV blocks."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 class ByDigest:

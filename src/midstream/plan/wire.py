@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from midstream.errors import PlanError
-from midstream.plan import fields
+from midstream.plan import fields, work
 from midstream.plan.captures import Capture, Consumer, Reading
 from midstream.plan.fields import Span
-from midstream.plan.ops.edit import Intervention, kind_of, kinds
+from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
+from midstream.plan.ops.final import Final, checked_final, made_final
 from midstream.plan.probes import Probe
 from midstream.plan.program import Program, read_constants, read_programs, written_constant, written_program
 from midstream.plan.selections import Selector, made
@@ -39,10 +40,10 @@ MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
 MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs' constants
 MAX_PROGRAMS = 1 << 10
-MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
+MAX_STRANGERS_EDITS = 1 << 10
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
-MAX_STRANGERS_WORK = 1 << 22  # numbers that its programs compute for each token, at all layers together
 MAX_STRANGERS_INPUTS = 8  # different values of other sites that its programs read
+_TABLES = ("vectors", "runs", "programs", "constants")
 _ITEM_BYTES = 8  # counted for each number, list and dict
 _MAX_DEPTH = 16
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
@@ -69,11 +70,15 @@ def to_json(interventions: Sequence[Intervention]) -> str:
 
 def _written(item: Intervention, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
     given = ((field, getattr(item, field.name)) for field in _fields_of(item))
-    return {"kind": item.kind} | {
-        field.name: _written_value(value, tables, field.name)
-        for field, value in given
-        if field.default is dataclasses.MISSING or value != field.default
-    }
+    return (
+        {"kind": item.kind}
+        | {
+            field.name: _written_value(value, tables, field.name)
+            for field, value in given
+            if field.default is dataclasses.MISSING or value != field.default
+        }
+        | ({"final": item.final} if item.final is not None else {})
+    )
 
 
 def _written_value(value: Any, tables: dict[str, dict[str, Any]], field: str = "") -> Any:
@@ -113,6 +118,13 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]], field: str = "
     return None if isinstance(value, float) and np.isinf(value) else value  # bounds of a clamp
 
 
+@functools.cache
+def _names_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys that an intervention of this class needs, and those that it may have."""
+    needed = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
+    return ("kind", *needed), tuple(field.name for field in _fields_of(cls))
+
+
 def _fields_of(intervention: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(intervention)
 
@@ -130,7 +142,7 @@ def from_json(text: str, *, trusted: bool = True) -> tuple[Intervention, ...]:
         wire = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"The plan is not JSON: {error}.") from error
-    return from_wire(wire, trusted=trusted)
+    return from_wire(wire, trusted=trusted, may_be_final=trusted)
 
 
 def from_wire(
@@ -139,6 +151,7 @@ def from_wire(
     trusted: bool = True,
     named_runs: Mapping[str, RecordedRun] | None = None,
     saes: Mapping[str, Any] | None = None,
+    may_be_final: bool = True,
 ) -> tuple[Intervention, ...]:
     """The plan that `to_wire` wrote.
 
@@ -147,20 +160,23 @@ def from_wire(
             of the machine that reads it, and may not claim digests of named vectors.
         named_runs: runs that it may refer to by these names and ids; they override the plan's own data about runs.
         saes: each `SAE` that it may refer to by name, and whose large matrices it may have without data.
+        may_be_final: whether its edits may be final. The key `final` of an edit makes it final, that of the plan all of its edits.
 
     Raises:
         PlanError: anything is wrong. The message names the place, the given value and the allowed ones.
     """
     if not trusted:
         _check_size(wire)
-    wire = fields.mapping("the plan", wire, ("interventions",), ("version", "vectors", "runs", "programs", "constants"))
+    wire = fields.mapping("the plan", wire, ("interventions",), ("version", "final", *_TABLES))
     if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         allowed = f"{VERSION}, which is all that this midstream reads"
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
     vectors, runs = _vectors(wire.get("vectors", {})), {**_runs(wire.get("runs", {})), **(named_runs or {})}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
-    reader = _PlanReader(trusted, vectors, runs, _programs(wire, trusted, saes or {}), saes or {})
-    return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
+    reader = _PlanReader(trusted, may_be_final, vectors, runs, _programs(wire, trusted, saes or {}), saes or {})
+    final = reader.final("final", wire.get("final"))
+    read = (reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
+    return tuple(made_final(item, final) if final is not None and isinstance(item, Edit) else item for item in read)
 
 
 def _check_size(given: Any) -> None:
@@ -212,6 +228,8 @@ def _programs(wire: Mapping[str, Any], trusted: bool, saes: Mapping[str, Any]) -
     table = fields.mapping("programs", wire.get("programs", {}))
     if len(table) > MAX_PROGRAMS:
         raise fields.refuse("the plan's programs", f"{len(table)} of them", f"up to {MAX_PROGRAMS}")
+    if not trusted:
+        work.check_size(table)
     return read_programs("programs", table, constants)
 
 
@@ -237,6 +255,7 @@ class _PlanReader:
     """Reads interventions. Their constructors check the values; this class checks the form."""
 
     trusted: bool
+    may_be_final: bool
     vectors: dict[str, Vector]
     runs: dict[str, RecordedRun]
     programs: dict[str, Program]
@@ -246,16 +265,32 @@ class _PlanReader:
         if not isinstance(item, dict):
             raise fields.refuse(place, fields.shown(item), "a dict")
         kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), *_READINGS, SAE_KIND])
+        if "final" in item:
+            return self._final(place, item)
         if kind == SAE_KIND:
             return self._of_sae(place, item)
         cls: Any = _READINGS.get(kind) or kind_of(kind)
-        required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
-        fields.mapping(place, item, ("kind", *required), [field.name for field in _fields_of(cls)], kind)
+        fields.mapping(place, item, *_names_of(cls), kind)
         values = {
             name: self._value(f"{place}.{name}", name, value, cls) for name, value in item.items() if name != "kind"
         }
         with fields.errors_at(place):
             return cls(**values)  # type: ignore[no-any-return]
+
+    def final(self, place: str, given: Any) -> Final | None:
+        if given is None:
+            return None
+        final = checked_final(place, given)
+        if not self.may_be_final:
+            raise fields.refuse(place, fields.shown(final), "None; the edits of an engine-wide plan alone are final")
+        return final
+
+    def _final(self, place: str, item: dict[str, Any]) -> Intervention:
+        final = self.final(f"{place}.final", item["final"])
+        edit = self.intervention(place, {name: value for name, value in item.items() if name != "final"})
+        if final is not None and not isinstance(edit, Edit):
+            raise fields.refuse(f"{place}.final", fields.shown(final), "None, since captures and probes change nothing")
+        return made_final(edit, final) if final is not None and isinstance(edit, Edit) else edit
 
     def _of_sae(self, place: str, item: dict[str, Any]) -> Intervention:
         """`{"kind": "sae", "sae": NAME, "do": METHOD, ...}`, with the method's arguments."""

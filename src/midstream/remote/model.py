@@ -27,11 +27,12 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import nearest
 from midstream.plan.probes import rows_end
 from midstream.plan.selections import Selector
-from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
+from midstream.plan.strangers import check_strangers
+from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
-from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, numbered
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, numbered, warn_of_second_bos
 from midstream.requests.invokes import (
     Called,
     Invoke,
@@ -47,7 +48,7 @@ from midstream.runtime.request import Tier
 from midstream.sae import SAE
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decode_event
-from midstream.sweeps.request import Metric, SweepRequest
+from midstream.sweeps.request import MLPS, Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.shipping import ShippedCode
 from midstream.transport.data import MessageReader
@@ -106,15 +107,15 @@ class ServerConnection:
                     yield item
             progress.check_over()
 
-    async def events(self, asked: dict[str, Any], is_async: bool) -> AsyncGenerator[Event]:
+    async def events(self, route: str, asked: dict[str, Any], is_async: bool) -> AsyncGenerator[Event]:
         """The events of a sweep as they come. Without `is_async` it never waits on an event loop."""
         if is_async:
-            async with self._async_response("sweeps", json=asked) as response:
+            async with self._async_response(route, json=asked) as response:
                 async for line in response.aiter_lines():
                     if (event := _event(line)) is not None:
                         yield event
         else:
-            with self._response("POST", "sweeps", json=asked) as response:
+            with self._response("POST", route, json=asked) as response:
                 for line in response.iter_lines():
                     if (event := _event(line)) is not None:
                         yield event
@@ -319,6 +320,7 @@ class RemoteSweep:
     """A sweep that a server runs.
 
     Args:
+        route: the last part of its path.
         asked: the body for the server.
         metric: grades the cells.
 
@@ -326,14 +328,17 @@ class RemoteSweep:
         result: None until the server has begun.
     """
 
-    def __init__(self, server: ServerConnection, asked: dict[str, Any], metric: Metric, is_async: bool) -> None:
-        self._server, self._ask, self._metric, self._is_async = server, asked, metric, is_async
+    def __init__(
+        self, server: ServerConnection, route: str, asked: dict[str, Any], metric: Metric, is_async: bool
+    ) -> None:
+        self._server, self._route, self._ask, self._metric, self._is_async = server, route, asked, metric, is_async
         self.result: SweepResult | None = None
 
     async def events(self) -> AsyncGenerator[Event]:
         """The sweep's events as they come. Leaving it ends the sweep on the server."""
         try:
-            async with contextlib.aclosing(self._server.events(self._ask, self._is_async)) as events:
+            events_of_server = self._server.events(self._route, self._ask, self._is_async)
+            async with contextlib.aclosing(events_of_server) as events:
                 async for event in events:
                     if isinstance(event, Outline):
                         self.result = SweepResult(event, self._metric)
@@ -525,8 +530,18 @@ class Remote(DescribedModel):
         metric, foil = asked.metric, None if asked.foil == [None] * len(asked.foil) else asked.foil
         if callable(metric):
             metric = "logit_diff" if foil else "logprob"
-        names = ("direction", "source", "coarse", "best", "top", "answer", "sites")
-        given = {name: getattr(asked, name) for name in names} | {
+        if asked.paths is None:
+            route, names = "sweeps", ("source", "coarse", "best", "top", "sites")
+            own = {name: getattr(asked, name) for name in names}
+        else:
+            route, receivers = "path_patching", asked.paths.receivers
+            own = {
+                "receivers": "logits" if receivers is None else receivers,
+                "freeze_mlps": MLPS in asked.paths.frozen,
+            }
+        given = own | {
+            "direction": asked.direction,
+            "answer": asked.answer,
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
             "clean": self._all_prompt_data("clean", asked.clean),
@@ -536,12 +551,13 @@ class Remote(DescribedModel):
             "foil": foil,
             **({} if asked.adapter is None else {"model": asked.adapter}),
         }
-        return RemoteSweep(self._connection, given, asked.metric, self._is_async)
+        return RemoteSweep(self._connection, route, given, asked.metric, self._is_async)
 
     def _prompt_data(self, prompt: Prompt) -> str | list[int]:
         """The prompt in the form for the server. Raises PromptError for a prompt that its model cannot take."""
         with contextlib.suppress(UnicodeEncodeError):  # `ids_of` says where
             if isinstance(prompt, str) and 0 < len(prompt.encode()) <= self.longest_prompt:
+                self._warn_of_second_bos(prompt)
                 return prompt  # no token is shorter than a byte
         (ids,) = self.ids_of([prompt])
         return prompt if isinstance(prompt, str) else ids
@@ -553,6 +569,12 @@ class Remote(DescribedModel):
             with about(name), numbered(number if len(prompts) > 1 else None):
                 found.append(self._prompt_data(prompt))
         return found
+
+    def _warn_of_second_bos(self, text: str) -> None:
+        """Warn here, since the server warns in its own log."""
+        if text.startswith(("<", "[")):  # perhaps a special token
+            with contextlib.suppress(MidstreamError):  # a tokenizer without a JSON form
+                warn_of_second_bos(self.tokenizer(text)["input_ids"], self.tokenizer)
 
     # Running.
 
@@ -630,7 +652,7 @@ class Remote(DescribedModel):
         own = dict.fromkeys(lowering.plans)
         try:
             for plan in own:
-                check_strangers(plan, self.num_layers)
+                check_strangers(plan, self.num_layers, self.device_type)
             fits = (
                 len({*own, *given}) <= MAX_PROMPTS
                 and sum(len(as_msgpack(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES

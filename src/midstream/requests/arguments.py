@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from types import MappingProxyType
@@ -189,6 +191,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
         ids = tokenizer()(text)["input_ids"]
         if not len(ids):
             raise PromptError(f"The text {text!r} has no tokens. A prompt has at least one.", reason="empty")
+        warn_of_second_bos(ids, tokenizer())
     elif isinstance(prompt, Mapping):
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), None)
         if ids is None:
@@ -261,6 +264,18 @@ def _texts_in(given: Any) -> Iterator[str]:
     elif isinstance(given, (Mapping, list, tuple)):
         for part in given.values() if isinstance(given, Mapping) else given:
             yield from _texts_in(part)
+
+
+def warn_of_second_bos(ids: Any, tokenizer: Any) -> None:
+    """Warn if a text begins with the beginning-of-sequence token and the tokenizer has added another one."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        warnings.warn(
+            f"A prompt begins with {tokenizer.bos_token!r}, as chat templates write it, and the tokenizer has put another one before it. "
+            "The model computes both. Give the chat's messages as the prompt, or token ids: "
+            'tokenizer(text, add_special_tokens=False)["input_ids"].',
+            stacklevel=2,
+        )
 
 
 def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
@@ -513,6 +528,47 @@ def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: i
             field="answers",
         )
     return int(ids[0])
+
+
+FAR_LIKELIER = math.log(100)  # nats
+
+
+def spaced_answers(answers: Answers, tokenizer: Any) -> dict[str | int, tuple[str, int]]:
+    """The answers without a space before them: each one's text with a space, and the token id of that.
+
+    Only answers whose text with a space is one other token. `missing_space` compares the two tokens.
+    """
+    found = {}
+    for answer, token in answers.items():
+        text = answer if isinstance(answer, str) else tokenizer.decode([token])
+        if text and not text[0].isspace():
+            ids = tokenizer(f" {text}", add_special_tokens=False)["input_ids"]
+            if len(ids) == 1 and ids[0] != token:
+                found[answer] = f" {text}", int(ids[0])
+    return found
+
+
+def with_spaced(answers: Answers, spaced: Mapping[str | int, tuple[str, int]]) -> Answers:
+    """The answers and the spaced texts, to be graded together."""
+    return {**answers, **{text: token for text, token in spaced.values()}}
+
+
+def missing_space(name: str, answer: str | int, spaced: str, after: str, nats: float) -> str | None:
+    """A warning about an answer that most likely lacks the space before it; None if it does not.
+
+    Args:
+        name: of its argument.
+        spaced: its text with a space.
+        after: the prompt, in words.
+        nats: the log-probability of the spaced token after this prompt, minus the answer's.
+    """
+    if not nats > FAR_LIKELIER:
+        return None
+    times = f"{math.exp(nats):,.0f}" if nats < math.log(1e6) else "more than 1,000,000"
+    return (
+        f"{name} is {answer!r}. After {after} the token {spaced!r} is {times} times as likely: most words are one token with the space "
+        f"before them. If you mean that word, give {name}={spaced!r}."
+    )
 
 
 # Adapters (LoRA): `lora_request=` on `VLLM`, `model=` on `Remote`.

@@ -23,6 +23,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -315,6 +316,7 @@ class HeldWeights:
         self.budget, self._tell = budget, tell
         self._held: OrderedDict[str, Weight] = OrderedDict()
         self._uses: Counter[str] = Counter()
+        self._unwanted: set[str] = set()
         self._changing = asyncio.Lock()
         self.sent_bytes = 0
 
@@ -337,23 +339,28 @@ class HeldWeights:
             self._uses -= Counter(weights.keys())
         await self._hold({})  # not after an error: a trace that was interrupted may still block a worker
 
+    async def forget(self, digests: Collection[str]) -> None:
+        """Drop weights as soon as no request uses them, and not only when the budget is exceeded."""
+        self._unwanted.update(digests)
+        await self._hold({})
+
     async def _hold(self, weights: Mapping[str, Weight]) -> None:
-        """Send missing weights, and drop others that exceed the budget.
+        """Send missing weights, and drop those that nobody wants, and others that exceed the budget.
 
         If the workers cannot be told, this record may be wrong until the next call, which tells them of all weights.
         """
         async with self._changing:
             held = self._held
+            self._unwanted = (self._unwanted & held.keys()) - weights.keys()
             new = {digest: weight.data for digest, weight in weights.items() if digest not in held}
             for digest in weights.keys() & held.keys():
                 held.move_to_end(digest)
             excess = sum(len(weight.data) for weight in held.values()) + sum(map(len, new.values())) - self.budget
             dropped = []
             for digest in [digest for digest in held if not self._uses[digest]]:
-                if excess <= 0:
-                    break
-                excess -= len(held.pop(digest).data)
-                dropped.append(digest)
+                if excess > 0 or digest in self._unwanted:
+                    excess -= len(held.pop(digest).data)
+                    dropped.append(digest)
             if not (new or dropped):
                 return
             await self._tell(list(held), new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -160,6 +160,10 @@ class PlanHost:
     def edits(self) -> bool:
         """Whether a request is alive whose activations a plan changes, in this step or an earlier one."""
         return self._editing > 0
+
+    def forget(self, kept: Set[str]) -> None:
+        """Drop what plans of earlier requests keep of other held constants than those in `kept`, which are digests."""
+        self._loaded.forget(kept)
 
     def refusal(self, name: str, broken: NotFinite) -> str | None:
         """Why a request whose activations are not finite has to end; None if it is over, or has no edits. Any thread may call."""

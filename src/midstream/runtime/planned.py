@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -26,7 +26,7 @@ from midstream.plan.selections import NO_POSITIONS, MaskAhead, Selection
 from midstream.plan.values import Plan, RecordedRun
 from midstream.ranks.link import Link
 from midstream.runtime.points import Pipeline, PointHooks
-from midstream.runtime.programs import ProgramAt, programs_at
+from midstream.runtime.programs import ProgramAt, all_programs, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
 from midstream.runtime.scores import RequestScores
 from midstream.runtime.store import RunStore
@@ -148,6 +148,12 @@ class LoadedPlan:
         return int((self.slots.ids > 0).sum())
 
     @cached_property
+    def held(self) -> frozenset[str]:
+        """The digests of the constants of its programs that the worker holds as weights: see `plan.steps.Constant.held`."""
+        constants = (constant for program in all_programs(self.slots.compiled) for constant in program.constants)
+        return frozenset(constant.held for constant in constants if constant.held)
+
+    @cached_property
     def size(self) -> int:
         """Bytes that it holds on the device, with an entry of each of its profiles for every point."""
         return sum(tensor.nbytes for tensor in self.slots.kept) + self.profile_count * self.slots.profile_bytes
@@ -176,6 +182,7 @@ class LoadedPlans:
         self._loaded: dict[Any, LoadedPlan] = {}
         self._idle: OrderedDict[Any, LoadedPlan] = OrderedDict()  # those without a request
         self._idle_bytes = 0
+        self._kept: Set[str] = frozenset()  # the digests of constants that the worker holds
 
     def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
@@ -200,7 +207,8 @@ class LoadedPlans:
         if loaded.users:
             return
         self._hooks.release(loaded.hooked)
-        if loaded.key is None or loaded.plan.runs:  # a run's memory goes when nobody uses it
+        # The memory of a run, and of constants that the worker has dropped, goes when nobody uses it.
+        if loaded.key is None or loaded.plan.runs or not loaded.held <= self._kept:
             return self._drop(loaded)
         self._idle[loaded.key] = loaded
         self._idle_bytes += loaded.size
@@ -208,6 +216,15 @@ class LoadedPlans:
             _, oldest = self._idle.popitem(last=False)
             self._idle_bytes -= oldest.size
             self._drop(oldest)
+
+    def forget(self, kept: Set[str]) -> None:
+        """Drop plans without a request that need other held constants than those in `kept`: they would keep these in memory."""
+        self._kept = kept
+        for key, loaded in list(self._idle.items()):
+            if not loaded.held <= kept:
+                del self._idle[key]
+                self._idle_bytes -= loaded.size
+                self._drop(loaded)
 
     def _drop(self, loaded: LoadedPlan) -> None:
         self._loaded.pop(loaded.key, None)

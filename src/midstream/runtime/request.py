@@ -31,7 +31,15 @@ from midstream.trace.shipping import ShippedCode
 
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
-_RESERVED = {"trace", "num_layers", "capture", "record", "checked", "behind"}  # what an Envelope has beside the plan
+_RESERVED = {
+    "trace",
+    "num_layers",
+    "capture",
+    "record",
+    "checked",
+    "behind",
+    "shares",
+}  # what an Envelope has beside the plan
 _SUFFIX = re.compile("-[0-9a-f]{8}$")
 BYTES = 64 << 20
 _ENTRY_BYTES = 512  # what an entry, or an intervention, costs beside its numbers
@@ -170,6 +178,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
         record: `(id, name, owner)` of the run that the workers keep its captured rows as.
         checked: the client knows the model and has checked the plan.
         behind: its captured rows are for the request's trace, which runs when the step is over.
+        shares: it is a stranger's, and takes no more of a step than leaves room for others: see `engine.shares`.
     """
 
     wire: bytes
@@ -178,6 +187,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
     record: tuple[str, str, str] | None = None
     checked: bool = False
     behind: bool = False
+    shares: bool = False
 
     @property
     def keeps_rows(self) -> bool:

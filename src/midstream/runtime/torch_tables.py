@@ -1,6 +1,7 @@
 """Plans on a batch in plain PyTorch: for engines on a CPU, and for transformers models on any device, also under autograd.
 
-Rows of one profile are edited together, and nothing else is shared between rows. Tests compare the kernel with it.
+At each point, rows of one plan with the same ops are edited together. Nothing else is shared between rows. Tests compare the kernel with
+it.
 
 Legend: T rows of the batch, R the rows of one profile, H the site's width.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from midstream.runtime.tables import ProfileSlots, RowProfiles, Tables, not_fini
 from midstream.sites import Point
 
 Index = torch.Tensor | slice
+_Together = tuple[int, Sequence[Op], Index]  # one of the profiles, its ops at a point, and the rows
 
 
 class TorchTables(Tables):
@@ -39,6 +42,7 @@ class TorchTables(Tables):
         self._dtype = dtype
         self._banks: dict[int, list[torch.Tensor]] = {}
         self._groups: list[tuple[int, Index]] = []  # profile -> its rows of the step
+        self._together: dict[Point, list[_Together]] = {}  # the same, by the ops at a point
         self._needed: set[Point] = set()  # whose values programs of the step need later in it
         self._values: dict[Point, torch.Tensor] = {}  # these, `[T, width]`
         self._places: np.ndarray | None = None
@@ -63,8 +67,8 @@ class TorchTables(Tables):
     def _set_rows(self, rows: RowProfiles) -> None:
         if rows.prepared is None:
             numbers = np.unique(rows.profile_T)
-            rows.prepared = [(int(n), _index_of(np.flatnonzero(rows.profile_T == n))) for n in numbers if n]
-        self._groups = rows.prepared
+            rows.prepared = [(int(n), _index_of(np.flatnonzero(rows.profile_T == n))) for n in numbers if n], {}
+        self._groups, self._together = rows.prepared
         self._needed = set().union(*(self.profiles[number].further for number, _ in self._groups))
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -100,10 +104,9 @@ class TorchTables(Tables):
         where = self.points[point]
         if where in self._needed:
             self._values[where] = value_of(first, second).clone()
-        for number, rows in self._groups:
-            ops = self.profiles[number].ops.get(where)
-            if ops is None:
-                continue
+        if where not in self._together:
+            self._together[where] = self._groups_at(where)
+        for number, ops, rows in self._together[where]:
             one, two = first[rows], second[rows] if second is not None else None
             if one.requires_grad and isinstance(rows, slice):
                 one = one.clone()  # autograd does not allow that a view of it is written to
@@ -115,6 +118,15 @@ class TorchTables(Tables):
                     self._keep(point, op, rows, value_of(new_one, new_two) if op.after else old)
             if edits:
                 yield rows, new_one, new_two
+
+    def _groups_at(self, where: Point) -> list[_Together]:
+        """The rows with ops there, those of a plan with the same ops together: its profiles may differ at other points only."""
+        found: dict[tuple[int, int], list[Any]] = {}
+        for number, rows in self._groups:
+            ops = self.profiles[number].ops.get(where)
+            if ops is not None:
+                found.setdefault((id(self._banks[number]), id(ops)), [number, ops]).append(rows)
+        return [(number, ops, _joined(rows)) for number, ops, *rows in found.values()]
 
     def _new(
         self,
@@ -177,6 +189,11 @@ class TorchTables(Tables):
         for i, place in enumerate(places):
             if place:
                 ctypes.memmove(place + op.offset * value_RH.element_size(), start + i * size, size)
+
+
+def _joined(parts: list[Index]) -> Index:
+    """The rows of all parts, in order."""
+    return parts[0] if len(parts) == 1 else _index_of(np.sort(np.concatenate([_numbers(part) for part in parts])))
 
 
 def _numbers(rows: Index) -> np.ndarray:

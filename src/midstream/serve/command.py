@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from midstream.errors import MidstreamError
+from midstream.serve.files import read_files
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, SCHEDULER, WORKER, Settings, chosen_graph_sites
 
 _PLUGINS = "VLLM_PLUGINS"
@@ -52,6 +54,18 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         help="a sparse autoencoder of SAELens's that plans may use by this name; may be given several times",
     )
+    parser.add_argument(
+        "--midstream-vectors",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a safetensors file of named vectors, as uploads have them; may be given several times",
+    )
+    parser.add_argument(
+        "--midstream-plan",
+        metavar="FILE",
+        help="the engine-wide plan with which the server starts, as JSON: a list of interventions, or a plan with `final`",
+    )
     own, rest = parser.parse_known_args(argv)
     given = own.midstream_graph_sites
     sites = given if given is None else list(filter(None, given.split(",")))
@@ -62,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
         graph_bytes=own.midstream_graph_bytes,
         record_bytes=own.midstream_record_bytes,
         saes=dict(map(_named_directory, own.midstream_sae)),
+        vector_files=tuple(map(os.path.abspath, own.midstream_vectors)),
+        plan_file=None if own.midstream_plan is None else os.path.abspath(own.midstream_plan),
     )
     flags, plugins = server_flags(settings, rest), allowed_plugins(os.environ)
     if own.flags:
@@ -72,9 +88,14 @@ def main(argv: Sequence[str]) -> int:
         raise MidstreamError(
             "This installation of midstream has no entry points. Install it again: pip install -e . in its folder."
         )
+    read_files(settings)  # raises here, and not after the engine has started
     os.environ[_PLUGINS] = plugins
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
-    _serve(flags, routes)
+    try:
+        _serve(flags, routes)
+    except KeyboardInterrupt:  # SIGTERM or Ctrl-C before the server was up
+        print("midstream: the server was ended before it was up.", file=sys.stderr)
+        return 130
     return 0
 
 

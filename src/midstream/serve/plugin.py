@@ -27,18 +27,17 @@ from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.ops.edit import READINGS, kinds
+from midstream.plan.values import Plan
 from midstream.plan.vectors import Named, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KIND
 from midstream.requests.vectors_and_runs import RunRequest
-from midstream.sae import SAE
 from midstream.serve import remote, saes, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
-from midstream.serve.monitors import Monitors
+from midstream.serve.files import PLAN, SAES, check_widths, errors_in, read_files
+from midstream.serve.gate import Gate, RequestRefused, error_response, owner_of
 from midstream.serve.requests import (
-    Gate,
     Listed,
-    RequestRefused,
     SelectorOfRows,
     Server,
     SpanOfText,
@@ -50,10 +49,8 @@ from midstream.serve.requests import (
     check_theirs,
     check_there,
     delete_owned,
-    error_response,
     new_router,
     openapi_body,
-    owner_of,
     read_place,
     receive_body,
     server_of,
@@ -122,13 +119,25 @@ class Plugin:
         )
         server = Server(engine_client, captures)
         await server.model.start()
-        for name, path in Settings.of(config).saes.items():
-            sae = await asyncio.to_thread(lambda path: saes.checked(server, SAE.load(path)), path)
-            server.saes[fields.name("--midstream-sae", name)] = sae
+        await _take_files(server, Settings.of(config))
         if not config.model_config.skip_tokenizer_init:  # else all clients would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
         REGISTRY.register(Metrics(server, asyncio.get_running_loop()))
+
+
+async def _take_files(server: Server, settings: Settings) -> None:
+    """Take vectors, SAEs and the engine-wide plan from the server's files. Raises MidstreamError."""
+    found = await asyncio.to_thread(read_files, settings)
+    check_widths(found.vectors, server.model.facts)
+    server.model.vectors.update(found.vectors)
+    for name, sae in found.saes.items():
+        with errors_in(SAES, f"{name}={settings.saes[name]}"):
+            server.saes[name] = await asyncio.to_thread(saes.checked, server, sae)
+    if found.plan is not None:
+        with errors_in(PLAN, settings.plan_file):
+            server.set_plan(await asyncio.to_thread(server.checked_plan, found.plan, may_be_final=True))
+    await server.model.connection.send_vectors()
 
 
 class Metrics:
@@ -238,7 +247,10 @@ async def get_vector(request: Request, name: str) -> Any:
 @router.delete("/vectors/{name:path}")
 async def delete_vector(request: Request, name: str) -> Any:
     """Forget a vector. Only for the API key that has uploaded it, and for administrators."""
-    return delete_owned(request, "vectors", name, server_of(request).model.vectors)
+    model = server_of(request).model
+    deleted = delete_owned(request, "vectors", name, model.vectors)
+    await model.connection.send_vectors()
+    return deleted
 
 
 @router.get("/runs")
@@ -316,28 +328,23 @@ async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
 
 @router.get("/plan")
 async def get_plan(request: Request) -> dict[str, Any]:
-    """The engine-wide plan. It comes before every request's own plan."""
+    """The engine-wide plan. It comes before every request's own plan; its final edits come after."""
     return {"plan": json.loads(server_of(request).model.plan.to_json())}
 
 
 @router.put("/plan")
 async def set_plan(request: Request) -> Any:
-    """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. Scores of its probes are in the
-    server's metrics. For administrators."""
+    """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. The plan may have the key `final`. It may not capture.
+    Scores of its probes are in the server's metrics. For administrators."""
     check_admin(request)
     server = server_of(request)
     data = await receive_body(
         request, 2 * MAX_STRANGERS_BYTES, "The plan has {}; vectors are shortest in base64, or as names."
     )
-    served = await server.read(data.decode(errors="replace"), owner_of(request.headers))
+    served = await server.read(data.decode(errors="replace"), owner_of(request.headers), may_be_final=True)
     if served.answers or served.inline:
         raise RequestRefused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
-    if served.plan.captures:
-        text = "The engine-wide plan may have no captures: no client would get the rows."
-        raise RequestRefused(400, text, f"{NAME}.plan")
-    Monitors.check(served.plan.probes)
-    server.model.plan = served.plan
-    server.model.connection.watched = served.plan.probes
+    server.set_plan(served.plan)
     return await get_plan(request)
 
 
@@ -345,8 +352,7 @@ async def set_plan(request: Request) -> Any:
 async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
     check_admin(request)
-    server_of(request).model.plan = None
-    server_of(request).model.connection.watched = ()
+    server_of(request).set_plan(Plan())
     return await get_plan(request)
 
 

@@ -34,11 +34,11 @@ from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWri
 from midstream.requests.arguments import answers_of
 from midstream.requests.invokes import Invoke, OutputStream
 from midstream.runtime.request import Tier
+from midstream.serve.gate import error_response
 from midstream.serve.requests import (
     MAX_ANSWERS,
     Server,
     adapter_of,
-    error_response,
     new_router,
     receive_body,
     server_of,

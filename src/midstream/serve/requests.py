@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -35,19 +34,26 @@ from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from midstream.engine.admission import as_client_error, json_size, misspelt_key, misspelt_key_error, on_a_thread
+from midstream.engine.admission import (
+    as_client_error,
+    json_size,
+    misspelt_key,
+    misspelt_key_error,
+    on_a_thread,
+)
 from midstream.engine.launch import may_load_adapters
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError, about
 from midstream.plan import fields
 from midstream.plan.fields import nearest
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of, stopping
 from midstream.plan.selections import Selection, made
-from midstream.plan.values import Plan, Span, check_strangers
+from midstream.plan.strangers import check_strangers
+from midstream.plan.values import Plan, Span
 from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.arguments import answers_of
@@ -55,30 +61,19 @@ from midstream.requests.invokes import Invoke
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
+from midstream.serve.gate import RequestRefused, error_response, owner_of
 from midstream.serve.monitors import Monitors
 from midstream.settings import NAME
 from midstream.vllm.model import VLLM
 from midstream.vllm.stream import RunningRequest
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
-_STALLED_SECONDS = 30.0  # a body is given up if no part of it comes for so long
-TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
 MAX_SCORES = 1 << 16  # numbers of the probes of one request
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
-_LAST_SECONDS = 5  # time for clients to read the rest of their responses after the engine has ended
-_RETRY_AFTER = b"5"  # seconds
-_KINDS = {
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "RequestTooLargeError",
-    503: "ServiceUnavailableError",
-}  # names as the openai client has them
 ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"  # an environment variable of the server
 NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
@@ -153,9 +148,9 @@ class Server:
         finally:
             self.running -= prompts
 
-    async def read(self, given: Any, owner: bytes) -> ServedRequest:
+    async def read(self, given: Any, owner: bytes, may_be_final: bool = False) -> ServedRequest:
         """Read a request's field on another thread, with the checks that need no prompt. Raises PlanError."""
-        return await on_a_thread(json_size(given), self._read, given, owner)
+        return await on_a_thread(json_size(given), self._read, given, owner, may_be_final)
 
     async def run_carried(
         self, given: Any, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any
@@ -171,7 +166,7 @@ class Server:
             async for output in outputs:
                 yield output
 
-    def checked_plan(self, given: Any) -> Plan:
+    def checked_plan(self, given: Any, may_be_final: bool = False) -> Plan:
         """A stranger's plan, as data. It may refer to the server's runs by name or id. Raises PlanError."""
         runs = {key: run for run in self.model.runs.handles for key in (run.name, run.id)}
         plan = Plan.from_wire(
@@ -179,10 +174,20 @@ class Server:
             trusted=False,
             named_runs=runs,
             saes=dict(self.saes),
+            may_be_final=may_be_final,
         )
-        check_strangers(plan, self.model.num_layers)
+        check_strangers(plan, self.model.num_layers, self.model.device_type)
         self.model.planner.check(plan)
         return plan
+
+    def set_plan(self, plan: Plan) -> None:
+        """Set the engine-wide plan. Raises PlanError for captures, and for probes whose scores a histogram cannot show."""
+        with about(f"{NAME}.plan"):
+            if plan.captures:
+                raise PlanError("The engine-wide plan may have no captures: no client would get the rows.")
+            Monitors.check(plan.probes)
+        self.model.plan = plan
+        self.model.connection.watched = plan.probes
 
     def check_probe_names(self, plan: Plan) -> None:
         """Raise PlanError if a request's probe has the name of one of the engine-wide plan."""
@@ -191,12 +196,12 @@ class Server:
             if probe.name in taken:
                 raise fields.refuse("Probe.name", f"{probe.name!r}, as a probe of the server's", "another name")
 
-    def _read(self, given: Any, owner: bytes) -> ServedRequest:
+    def _read(self, given: Any, owner: bytes, may_be_final: bool) -> ServedRequest:
         with _refusing(NAME):
             content = _content(given)
         with _refusing():
             given = _loaded(f"{NAME}.plan", content.get("plan"))
-            plan = Plan() if given is None else self.checked_plan(given)
+            plan = Plan() if given is None else self.checked_plan(given, may_be_final)
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:
@@ -209,13 +214,6 @@ class Server:
             if not isinstance(inline := content.get("inline", False), bool):
                 raise fields.refuse(f"{NAME}.inline", fields.shown(inline), "true or false")
         return ServedRequest(self, plan, answers, inline, owner)
-
-
-class RequestRefused(Exception):
-    """The request is answered with this status and message."""
-
-    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
-        super().__init__(status, message, parameter)
 
 
 async def adapter_of(request: Request, name: str | None) -> Any:
@@ -243,29 +241,33 @@ def server_of(request: Request) -> Server:
     return request.app.state.midstream  # type: ignore[no-any-return]
 
 
-async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
-    """A request's body.
+@contextlib.asynccontextmanager
+async def received(request: Request, limit: int, too_large: str) -> AsyncIterator[bytearray]:
+    """A request's body, which counts as being received until the block ends.
 
-    Raises RequestRefused if the body is over `limit`, if no part of it comes for a while, or if the bodies of this API key would take more
-    room than they leave for others.
+    Raises RequestRefused if the body is over `limit`, if no part of it comes for a while (see `Gate`), or if the bodies of this API key
+    would take more room than they leave for others.
     """
     receiving, owner, data = server_of(request).receiving, owner_of(request.headers), bytearray()
-    parts = request.stream()
     try:
-        while (part := await asyncio.wait_for(anext(parts, None), _STALLED_SECONDS)) is not None:
+        async for part in request.stream():
             data += part
             receiving[owner] += len(part)
             if len(data) > limit:
                 raise RequestRefused(413, too_large.format(f"over {limit >> 20} MiB"))
             if receiving[owner] > MAX_RECEIVING_BYTES - receiving.total():
                 raise RequestRefused(503, "The server is receiving too much at once. Try again later.")
-        return bytes(data)
-    except TimeoutError:
-        raise RequestRefused(408, f"Nothing of the body came for {_STALLED_SECONDS:.0f} seconds.") from None
+        yield data
     finally:
         receiving[owner] -= len(data)
         if not receiving[owner]:
             del receiving[owner]
+
+
+async def receive_body(request: Request, limit: int, too_large: str) -> bytes:
+    """A request's body. Raises RequestRefused as `received` does."""
+    async with received(request, limit, too_large) as data:
+        return bytes(data)
 
 
 class _Route(APIRoute):
@@ -293,81 +295,6 @@ class _Route(APIRoute):
 def new_router() -> APIRouter:
     """A router for routes under /v1/midstream, whose errors are answered."""
     return APIRouter(prefix=f"/v1/{NAME}", tags=[NAME], route_class=_Route)
-
-
-class Gate:
-    """ASGI middleware: refuses the field on routes that would ignore it, and requests to a server that is ending.
-
-    Every refusal because of load, vLLM's own too, says when to try again. The server ends in spite of clients that neither send nor read,
-    also after its engine has died: uvicorn would wait for them.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" and (uvicorn := getattr(scope["app"].state, "server", None)) is not None:
-            uvicorn.config.timeout_graceful_shutdown = _LAST_SECONDS
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return await self._app(scope, receive, send)
-        path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
-        server: Server | None = getattr(scope["app"].state, NAME, None)
-        if server is not None and server.is_draining:
-            return await error_response(503, "The server is ending. Ask another one, or try again later.")(
-                scope, receive, send
-            )
-        if path not in TAKING and not path.startswith(f"/v1/{NAME}/"):
-            messages = [await receive()]
-            while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
-                messages.append(await receive())
-            if _has_field(b"".join(message.get("body", b"") for message in messages), path):
-                message = f"{path} takes no plan in this place. Routes that do: {', '.join(TAKING)}."
-                return await error_response(400, message, NAME)(scope, receive, send)
-            receive = _repeated(messages, receive)
-        await self._app(scope, receive, send)
-
-
-def _repeated(messages: list[Any], receive: Any) -> Any:
-    remaining = iter(messages)
-
-    async def again() -> Any:
-        return next(remaining, None) or await receive()
-
-    return again
-
-
-def _with_retry_after(send: Any) -> Any:
-    async def sending(message: Any) -> None:
-        if message["type"] == "http.response.start" and message["status"] in (429, 503):
-            names = {name.lower() for name, _ in message["headers"]}
-            if b"retry-after" not in names:
-                message["headers"] = [*message["headers"], (b"retry-after", _RETRY_AFTER)]
-        await send(message)
-
-    return sending
-
-
-def _has_field(body: bytes, path: str) -> bool:
-    if not any(each in body for each in (NAME.encode(), b"\\u", b"\0")):  # as it is, in escapes, or in UTF-16
-        return False
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(given := json.loads(body), dict):
-            places = [given, given.get("sampling_params")]
-            if path != f"{TAKING[1]}/batch":  # this route passes vllm_xargs on to the engine
-                places.append(given.get("vllm_xargs"))
-            return any(isinstance(place, dict) and NAME in place for place in places)
-    return False
-
-
-def error_response(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> JSONResponse:
-    """A response with an error in OpenAI's form. By default its type, `kind`, follows from the status."""
-    kind = kind or _KINDS.get(status, "BadRequestError")
-    return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
-
-
-def owner_of(headers: Mapping[str, str]) -> bytes:
-    """The owner of a request with these headers: a hash of the API key."""
-    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
 def check_there(what: str, name: str, there: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from midstream.serve.requests import (
     check_there,
     delete_owned,
     new_router,
-    receive_body,
+    received,
     server_of,
 )
 
@@ -52,10 +52,13 @@ async def upload_sae(request: Request, name: str, replace: bool = False) -> Any:
     """
     server, saes = server_of(request), server_of(request).saes
     fields.name("name", name)
-    data = await receive_body(request, MAX_FILE_BYTES, "The SAE has {}; its operator can load it: --midstream-sae.")
-    sae = await asyncio.to_thread(lambda: checked(server, SAE.read(data)))
+    too_large = "The SAE has {}; the server's operator can load it: --midstream-sae."
+    async with received(request, MAX_FILE_BYTES, too_large) as data:
+        sae = await asyncio.to_thread(lambda: checked(server, SAE.read(data)))
     check_free(request, "saes", name, saes, replace, "name")
+    older = saes.get(name)
     add_owned(request, "saes", saes, {name: sae}, lambda each: each.nbytes, MAX_SAES, MAX_SAE_BYTES)
+    await _forget(server, older)
     return {"saes": {name: _about(sae)}}
 
 
@@ -77,4 +80,15 @@ async def get_sae(request: Request, name: str) -> Any:
 @router.delete("/saes/{name:path}")
 async def delete_sae(request: Request, name: str) -> Any:
     """Forget a sparse autoencoder. Running requests go on. Only for the API key that has uploaded it, and for administrators."""
-    return delete_owned(request, "saes", name, server_of(request).saes)
+    server = server_of(request)
+    gone = server.saes.get(name)
+    deleted = delete_owned(request, "saes", name, server.saes)
+    await _forget(server, gone)
+    return deleted
+
+
+async def _forget(server: Server, gone: SAE | None) -> None:
+    """Have the workers drop the matrices of an SAE that the server no longer has, unless it has them in another one."""
+    if gone is not None:
+        kept = {digest for sae in server.saes.values() for digest in sae.held}
+        await server.model.connection.weights.forget(gone.held.keys() - kept)

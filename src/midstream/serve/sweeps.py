@@ -1,11 +1,11 @@
-"""Sweeps over HTTP: one route takes a sweep and streams its events as they come."""
+"""Sweeps and path patching over HTTP: a route takes one and streams its events as they come."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
@@ -13,24 +13,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
 from midstream.errors import MidstreamError
+from midstream.plan.wire import MAX_STRANGERS_EDITS
 from midstream.requests.arguments import is_chat, prompts_of
+from midstream.serve.gate import RequestRefused, error_response, owner_of
 from midstream.serve.remote import StreamingMessages, with_heartbeats
 from midstream.serve.requests import (
     Listed,
-    RequestRefused,
     Server,
     SpanOfText,
     adapter_of,
-    error_response,
     new_router,
     openapi_body,
-    owner_of,
     read_place,
     receive_body,
     server_of,
 )
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, encode_event
+from midstream.sweeps.paths import frozen_points
 from midstream.sweeps.running import SweepStream
 
 MAX_BODY_BYTES = 4 << 20
@@ -57,15 +57,14 @@ class ChatMessage(TypedDict):
 Prompt = str | Listed[int] | Listed[ChatMessage]
 
 
-class SweepToRun(BaseModel):
-    """The arguments of `midstream.VLLM.sweep`. `model` names an adapter, as in OpenAI's API."""
+class _ToRun(BaseModel):
+    """The arguments that a sweep and path patching share."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     clean: Prompt | Listed[Prompt]
     corrupt: Prompt | Listed[Prompt] | None = None
     answer: Token | Listed[Token]
     foil: Token | Listed[Token] | None = None
-    sites: list[str] = Field(["resid_post"], max_length=MAX_LISTED)
     layers: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] = "all"
     positions: (
         Literal["all", "together"]
@@ -74,11 +73,29 @@ class SweepToRun(BaseModel):
     heads: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] | None = None
     metric: Literal["logit_diff", "logprob", "recovered"] = "logit_diff"
     direction: Literal["denoising", "noising"] | None = None
+    model: str | None = None  # the name of an adapter
+
+
+class SweepToRun(_ToRun):
+    """The arguments of `midstream.VLLM.sweep`. `model` names an adapter, as in OpenAI's API."""
+
+    sites: list[str] = Field(["resid_post"], max_length=MAX_LISTED)
     source: Literal["run", "zeros", "mean"] = "run"
     coarse: list[int] | None = Field(None, min_length=2, max_length=2)
     best: int = 3
     top: int = Field(0, ge=0, le=MAX_TOP)
-    model: str | None = None  # the name of an adapter
+
+
+class PathsToPatch(_ToRun):
+    """The arguments of `midstream.VLLM.path_patching`. `model` names an adapter, as in OpenAI's API."""
+
+    receivers: Literal["logits"] | Annotated[Listed[tuple[int, int]], Field(max_length=MAX_LISTED)] = "logits"
+    freeze_mlps: bool = False
+    positions: (
+        Literal["all", "together"]
+        | Annotated[list[Place] | dict[str, Place | Listed[Place]], Field(max_length=MAX_LISTED)]
+    ) = "together"
+    heads: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] = "all"
 
 
 @router.post("/sweeps", openapi_extra=openapi_body(f"/v1/{NAME}/sweeps", SweepToRun))
@@ -88,10 +105,21 @@ async def sweep(request: Request) -> Any:
     An error before the first event is a plain 4xx. A later error is an event `error`. Closing the connection ends the sweep and deletes
     its recorded runs.
     """
+    return await _streamed(request, SweepToRun, server_of(request).model.sweep)
+
+
+@router.post("/path_patching", openapi_extra=openapi_body(f"/v1/{NAME}/path_patching", PathsToPatch))
+async def path_patching(request: Request) -> Any:
+    """Run path patching: the events, errors and limits of a sweep."""
+    return await _streamed(request, PathsToPatch, server_of(request).model.path_patching)
+
+
+async def _streamed(request: Request, body_class: type[_ToRun], start: Callable[..., SweepStream]) -> Any:
+    """The response of a route. `start`: the model's method with the arguments of the body."""
     server = server_of(request)
     body = await receive_body(request, MAX_BODY_BYTES, "The sweep has {}. Send fewer prompts.")
     try:
-        asked = SweepToRun.model_validate_json(body)
+        asked = body_class.model_validate_json(body)
     except ValidationError as error:
         errors = error.errors()
         first = next((each for each in errors if each["type"] == "too_long"), errors[0])
@@ -108,7 +136,7 @@ async def sweep(request: Request) -> Any:
         raise RequestRefused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
     _check_size(server, asked)
     adapter = await adapter_of(request, asked.model)
-    stream: SweepStream = server.model.sweep(**_arguments(asked), lora_request=adapter, stream=True)
+    stream = start(**_arguments(asked), lora_request=adapter, stream=True)
     server.sweeps[owner] += 1
 
     async def ended() -> None:
@@ -122,13 +150,30 @@ async def sweep(request: Request) -> Any:
             raise RequestRefused(
                 400, f"The sweep has {outline.cells:,} cells; allowed: {MAX_CELLS:,}. Sweep fewer layers.", "layers"
             )
+        _check_frozen(server, outline)
     except BaseException:
         await ended()
         raise
     return StreamingMessages(_sent(server, outline, stream.events), "text/event-stream", ended)
 
 
-def _check_size(server: Server, asked: SweepToRun) -> None:
+def _check_frozen(server: Server, outline: Outline) -> None:
+    """Raise RequestRefused for path patching whose cells have more edits than a client's own plan may have."""
+    if outline.paths is None:
+        return
+    first = min(layer for row in outline.grid.layers for layer in row)
+    points = len(frozen_points(outline.paths, first, server.model.facts.num_layers))
+    tokens = max(len(prompt) for pair in outline.pairs for prompt in (pair.clean, pair.corrupt or ()))
+    if points * tokens > MAX_STRANGERS_EDITS:
+        raise RequestRefused(
+            400,
+            f"A sender in layer {first} freezes {points} values at each of {tokens} tokens, {points * tokens:,} in all; allowed: "
+            f"{MAX_STRANGERS_EDITS:,} over HTTP. Choose later layers=, shorter prompts or freeze_mlps=False.",
+            "layers",
+        )
+
+
+def _check_size(server: Server, asked: _ToRun) -> None:
     """Raise RequestRefused for a sweep over the server's limits. The model's own limits are checked with the tokens."""
     for name in ("clean", "corrupt"):
         given = getattr(asked, name)
@@ -148,9 +193,9 @@ def _bytes_of(prompt: Any) -> int:
     return sum(MESSAGE_BYTES + sum(map(_bytes_of, message.values())) for message in prompt)
 
 
-def _arguments(asked: SweepToRun) -> dict[str, Any]:
-    given = {name: getattr(asked, name) for name in SweepToRun.model_fields if name != "model"}
-    positions, coarse = given["positions"], given["coarse"]
+def _arguments(asked: _ToRun) -> dict[str, Any]:
+    given = {name: getattr(asked, name) for name in type(asked).model_fields if name != "model"}
+    positions = given["positions"]
     if isinstance(positions, list):
         positions = [read_place(place) for place in positions]
     elif isinstance(positions, dict):
@@ -158,7 +203,7 @@ def _arguments(asked: SweepToRun) -> dict[str, Any]:
             name: [read_place(place) for place in entry] if isinstance(entry, list) else read_place(entry)
             for name, entry in positions.items()
         }
-    return {**given, "positions": positions, "coarse": coarse and tuple(coarse)}
+    return {**given, "positions": positions}
 
 
 async def _sent(server: Server, outline: Outline, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:

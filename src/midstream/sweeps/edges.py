@@ -10,6 +10,7 @@ Shapes: P pairs, S senders, R receivers, T tokens, H hidden, N heads, D head dim
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,8 @@ import torch
 
 from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
-from midstream.sweeps.request import SweepRequest, graded, one_of
+from midstream.requests.arguments import spaced_answers, with_spaced
+from midstream.sweeps.request import SweepRequest, graded, one_of, spaces_missing
 from midstream.sweeps.results import dataframe
 
 _SITES = ("resid_pre", "attn_z", "resid_mid", "mlp_out", "resid_post")
@@ -107,7 +109,7 @@ def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any
     asked = SweepRequest(clean, corrupt, answer, foil, metric=metric)
     pairs = _pairs(model, asked)
     foils = asked.foil if metric == "logit_diff" else [None] * len(pairs)
-    answers = [list(graded(model, *each).values()) for each in zip(asked.answer, foils, strict=True)]
+    answers = [graded(model, *each) for each in zip(asked.answer, foils, strict=True)]
     nodes = [("", 0)]
     for layer in range(model.num_layers):
         heads = model.arch.widths["attn_z", layer] // model.arch.head_dims["attn_z", layer]
@@ -115,10 +117,15 @@ def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any
     senders, receivers = [("input", 0), *nodes[1:]], [*nodes[1:], ("logits", 2 * model.num_layers + 1)]
     comes_before = np.array([[sender < receiver for _, receiver in receivers] for _, sender in senders])
     by_pair, values = [], []
-    for (clean_ids, corrupt_ids), tokens in zip(pairs, answers, strict=True):
-        scores_SR, *both = _scores(model, clean_ids, corrupt_ids, tokens)
+    for number, ((clean_ids, corrupt_ids), tokens) in enumerate(zip(pairs, answers, strict=True)):
+        scores_SR, *both = _scores(model, clean_ids, corrupt_ids, [*tokens.values()])
         by_pair.append(np.where(comes_before, scores_SR, np.nan))
-        values.append(both)
+        values.append([float(_metric(logprobs_V, [*tokens.values()])) for logprobs_V in both])
+        spaced = spaced_answers(tokens, model.tokenizer)
+        of_each = with_spaced(tokens, spaced)
+        found = [{answer: float(logprobs_V[token]) for answer, token in of_each.items()} for logprobs_V in both]
+        for text in spaces_missing(tokens, spaced, found, number if len(pairs) > 1 else None):
+            warnings.warn(text, stacklevel=3)
     each = np.array(values)
     return EdgeScores([name for name, _ in senders], [name for name, _ in receivers], np.stack(by_pair), *each.T)
 
@@ -165,7 +172,7 @@ class _Values(NamedTuple):
         pre_TH, mid_TH, post_TH: the residual stream before the attention, between it and the MLP, and after the layer.
         z_TND: the heads' outputs.
         mlp_TH: what the MLP adds.
-        metric: in nats.
+        logprobs_V: of the next token after the prompt.
     """
 
     pre_TH: list[torch.Tensor]
@@ -173,10 +180,10 @@ class _Values(NamedTuple):
     mid_TH: list[torch.Tensor]
     mlp_TH: list[torch.Tensor]
     post_TH: list[torch.Tensor]
-    metric: torch.Tensor
+    logprobs_V: torch.Tensor
 
 
-def _read(model: Any, tokens: Sequence[int]) -> _Values:
+def _read(model: Any) -> _Values:
     """The values of a run without gradients, for the function of `model.run`."""
     pre, z, mid, mlp, post = [], [], [], [], []
     for layer in range(model.num_layers):
@@ -185,12 +192,15 @@ def _read(model: Any, tokens: Sequence[int]) -> _Values:
         mid.append(model.resid_mid[layer].clone())
         mlp.append(model.mlp_out[layer].clone())
         post.append(model.resid_post[layer].clone())
-    return _Values(pre, z, mid, mlp, post, _metric(model.logits, tokens))
+    return _Values(pre, z, mid, mlp, post, _logprobs(model.logits))
 
 
-def _metric(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+def _logprobs(logits: torch.Tensor) -> torch.Tensor:
+    return logits[-1].float().log_softmax(-1)
+
+
+def _metric(logprobs_V: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """The log-probability of the first token, minus that of the second if there is one."""
-    logprobs_V = logits[-1].float().log_softmax(-1)
     return logprobs_V[tokens[0]] - logprobs_V[tokens[1]] if len(tokens) > 1 else logprobs_V[tokens[0]]
 
 
@@ -214,7 +224,7 @@ def _gradients(model: Any, tokens: Sequence[int]) -> list[torch.Tensor]:
         model.mlp_out[layer] = mlp_copy[layer]
     last = model.resid_post[layers[-1]].clone()
     model.resid_post[layers[-1]] = last
-    metric = _metric(model.logits, tokens)
+    metric = _metric(_logprobs(model.logits), tokens)
     into = torch.autograd.grad(metric, [*z_copy, *mlp_copy, last], retain_graph=True)
     found = []
     for layer in layers:
@@ -226,10 +236,12 @@ def _gradients(model: Any, tokens: Sequence[int]) -> list[torch.Tensor]:
     return [*found, into[-1]]
 
 
-def _scores(model: Any, clean: list[int], corrupt: list[int], tokens: Sequence[int]) -> tuple[np.ndarray, float, float]:
-    """The scores `[senders, receivers]` of all pairs of nodes, and the metric of both prompts."""
+def _scores(
+    model: Any, clean: list[int], corrupt: list[int], tokens: Sequence[int]
+) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    """The scores `[senders, receivers]` of all pairs of nodes, and the log-probabilities `[vocabulary]` after both prompts."""
     with torch.no_grad():
-        at_clean, at_corrupt = (model.run(lambda model: _read(model, tokens), ids) for ids in (clean, corrupt))
+        at_clean, at_corrupt = (model.run(_read, ids) for ids in (clean, corrupt))
         changes = [at_corrupt.pre_TH[0] - at_clean.pre_TH[0]]
         for layer in range(model.num_layers):
             adds = _adds(model, layer)
@@ -241,7 +253,7 @@ def _scores(model: Any, clean: list[int], corrupt: list[int], tokens: Sequence[i
     changes_SX, gradients_RX = (
         torch.stack([each.detach().float().flatten() for each in values]) for values in (changes, gradients)
     )
-    return (changes_SX @ gradients_RX.T).double().numpy(), float(at_clean.metric), float(at_corrupt.metric)
+    return (changes_SX @ gradients_RX.T).double().numpy(), at_clean.logprobs_V, at_corrupt.logprobs_V
 
 
 def _adds(model: Any, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:

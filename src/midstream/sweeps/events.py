@@ -104,11 +104,16 @@ class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event", omit_
 
 
 class Baselines(msgspec.Struct, frozen=True, tag="baselines", tag_field="event"):
-    """The log-probabilities of a pair's two prompts without a patch. Each prompt runs alone."""
+    """The log-probabilities of a pair's two prompts without a patch. Each prompt runs alone.
+
+    Attributes:
+        warnings: what is probably wrong with the answer or the foil: it lacks the space before it.
+    """
 
     pair: int
     clean: list[float]
     corrupt: list[float] | None
+    warnings: list[str] = []
 
 
 class Cell(msgspec.Struct, frozen=True, tag="cell", tag_field="event"):

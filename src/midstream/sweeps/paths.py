@@ -21,46 +21,39 @@ from midstream.requests.arguments import Answers
 from midstream.requests.invokes import InvokeResult
 from midstream.settings import RECORD_BYTES
 from midstream.sweeps.events import Cell, Event, Grid, Outline, Paths
-from midstream.sweeps.request import SweepRequest
+from midstream.sweeps.request import HEADS, MLPS, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.sweeps.running import ENGINE_GROUPS, Job, SweepRun, new_name
 
-HEADS, MLPS = "attn_z", "mlp_out"
 # Of the runs of one group; the other half of the engine's room is for the runs of the prompts.
 GROUP_BYTES = RECORD_BYTES // (2 * ENGINE_GROUPS)
 
 
-def _receivers_of(given: Any) -> list[tuple[int, int]] | None:
-    """The receivers as pairs of a layer and a head; None for the logits. Raises ParameterError."""
-    if isinstance(given, str) and given == "logits":
-        return None
-    is_list = isinstance(given, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in given)
-    heads = list(given) if is_list else [given]
-    parts = [each for each in heads if isinstance(each, (list, tuple)) and len(each) == 3 and _is_head(each[:2])]
-    if parts:
-        raise ParameterError(
-            f"receivers has {tuple(parts[0])!r}. A head's queries, keys and values cannot be receivers one by one. "
-            f"Give {tuple(parts[0][:2])!r}: the head with all three.",
-            field="receivers",
-        )
-    if not heads or not all(map(_is_head, heads)):
-        allowed = '"logits", or heads as (layer, head): one, or a list of them'
-        raise ParameterError(f"receivers is {given!r}. Allowed: {allowed}.", field="receivers")
-    return [(layer, head) for layer, head in heads]
+def end_of(paths: Paths, num_layers: int) -> int:
+    """The layer before which all senders lie."""
+    return num_layers if paths.receivers is None else max(layer for layer, _ in paths.receivers)
 
 
-def _is_head(given: Any) -> bool:
-    return isinstance(given, (list, tuple)) and len(given) == 2 and all(type(each) is int for each in given)
+def frozen_points(paths: Paths, sender: int, num_layers: int) -> list[tuple[str, int]]:
+    """The site and layer of each value that is frozen if a head of the layer `sender` is patched.
+
+    Receivers of earlier layers are frozen, too: what each of them would take is captured before its patch. So no receiver changes what
+    another one takes.
+    """
+    end = end_of(paths, num_layers)
+    points = [(HEADS, layer) for layer in range(sender + 1, end)]
+    if MLPS in paths.frozen:
+        points += [(MLPS, layer) for layer in range(sender, end)]
+    return points
 
 
 class PathRun(SweepRun):
     """One call of `path_patching`. See `TraceModel.path_patching` for the arguments and errors."""
 
-    def __init__(self, model: Any, asked: SweepRequest, receivers: Any, freeze_mlps: bool) -> None:
+    def __init__(self, model: Any, asked: SweepRequest) -> None:
         super().__init__(model, asked)
-        if not isinstance(freeze_mlps, bool):
-            raise ParameterError(f"freeze_mlps is {freeze_mlps!r}. Allowed: True, False.", field="freeze_mlps")
-        self._paths = Paths(_receivers_of(receivers), [HEADS, MLPS] if freeze_mlps else [HEADS])
+        assert asked.paths is not None
+        self._paths = asked.paths
         self._frozen: dict[tuple[str, int], Plan] = {}  # by the patched prompt's run and the sender's layer
 
     def outline(self) -> Outline:
@@ -68,7 +61,7 @@ class PathRun(SweepRun):
         if self._paths.receivers is not None:
             receivers = [self._receiver(*each) for each in self._paths.receivers]
             self._paths = msgspec.structs.replace(self._paths, receivers=sorted({*receivers}))
-        end = self._end
+        end = end_of(self._paths, facts.num_layers)
         if isinstance(self.asked.layers, str) and self.asked.layers == "all":
             before = [layer for layer in range(end) if (HEADS, layer) in facts.widths]
             if not before:
@@ -84,12 +77,6 @@ class PathRun(SweepRun):
         outline = msgspec.structs.replace(outline, paths=self._paths)
         self.result = SweepResult(outline, self.asked.metric)
         return outline
-
-    @property
-    def _end(self) -> int:
-        """The layer before which all senders lie."""
-        receivers = self._paths.receivers
-        return self._model.facts.num_layers if receivers is None else max(layer for layer, _ in receivers)
 
     def _receiver(self, layer: int, head: int) -> tuple[int, int]:
         """A receiver with its layer counted from 0. Raises ParameterError if the model does not have it."""
@@ -108,15 +95,7 @@ class PathRun(SweepRun):
         return at, head
 
     def _frozen_points(self, sender: int) -> list[tuple[str, int]]:
-        """The site and layer of each value that is frozen if a head of this layer is patched.
-
-        Receivers of earlier layers are frozen, too: what each of them would take is captured before its patch. So no receiver changes
-        what another one takes.
-        """
-        points = [(HEADS, layer) for layer in range(sender + 1, self._end)]
-        if MLPS in self._paths.frozen:
-            points += [(MLPS, layer) for layer in range(sender, self._end)]
-        return points
+        return frozen_points(self._paths, sender, self._model.facts.num_layers)
 
     def _check_frozen(self, outline: Outline) -> None:
         """Raise PlanError if a value that has to be frozen is no site of this model or engine."""

@@ -10,9 +10,9 @@ from midstream.errors import ParameterError, PlanError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.fields import Span, nearest, span_positions
 from midstream.plan.values import ModelFacts
-from midstream.requests.arguments import Answers, prompts_of
+from midstream.requests.arguments import Answers, missing_space, prompts_of
 from midstream.sites import LAYER_SITES, hook_hint, site_of
-from midstream.sweeps.events import Column, Grid
+from midstream.sweeps.events import Column, Grid, Paths
 
 METRICS = ("logit_diff", "logprob", "recovered")
 SOURCES = ("run", "zeros", "mean")
@@ -46,6 +46,7 @@ class SweepRequest:
         clean, corrupt: a list with a prompt for each pair. `corrupt` may be None.
         answer, foil: a list with one for each pair; Nones without foils.
         adapter: that all requests run with.
+        paths: of `path_patching`; None for a sweep.
     """
 
     clean: Any
@@ -63,6 +64,7 @@ class SweepRequest:
     best: int = 3
     top: int = 0
     adapter: Any = None
+    paths: Paths | None = None
 
     def __post_init__(self) -> None:
         self._check_places()
@@ -70,7 +72,7 @@ class SweepRequest:
             one_of("metric", self.metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
         one_of("source", self.source, SOURCES)
         if self.direction is None:
-            self.direction = "denoising" if self.source == "run" else "noising"
+            self.direction = "denoising" if self.source == "run" and self.paths is None else "noising"
         one_of("direction", self.direction, DIRECTIONS)
         for name, number, least in (("best", self.best, 1), ("top", self.top, 0)):
             if type(number) is not int or not least <= number <= 1000:
@@ -138,6 +140,30 @@ def graded(model: Any, answer: Any, foil: Any) -> Answers:
     return found  # type: ignore[no-any-return]
 
 
+def spaces_missing(
+    answers: Answers,
+    spaced: Mapping[str | int, tuple[str, int]],
+    logprobs: Sequence[Mapping[str | int, float]],
+    pair: int | None,
+) -> list[str]:
+    """Warnings about an answer or a foil that most likely lacks the space before it.
+
+    Args:
+        answers: the answer and, if there is one, the foil.
+        spaced: `spaced_answers` of them.
+        logprobs: of answers and spaced texts, after the clean prompt and, if there is one, after the corrupt prompt. The answer belongs to
+            the clean prompt, and the foil to the corrupt one.
+        pair: the pair's number; None if there is only one.
+    """
+    found, last = list[str | None](), len(logprobs) - 1
+    for number, (name, answer) in enumerate(zip(("answer", "foil"), answers, strict=False)):
+        if answer in spaced:
+            text, here = spaced[answer][0], logprobs[min(number, last)]
+            after = f"the {('clean', 'corrupt')[min(number, last)]} prompt{'' if pair is None else f' of pair {pair}'}"
+            found.append(missing_space(name, answer, text, after, here[text] - here[answer]))
+    return [each for each in found if each is not None]
+
+
 def one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
     """Raise ParameterError unless `given` is one of `allowed`. `more`: what else is allowed, for the message."""
     if not isinstance(given, str) or given not in allowed:
@@ -146,6 +172,40 @@ def one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> Non
 
 def _refused(name: str, given: Any, allowed: str) -> ParameterError:
     return ParameterError(f"{name} is {given!r}. Allowed: {allowed}.", field=name)
+
+
+# Paths.
+
+HEADS, MLPS = "attn_z", "mlp_out"
+
+
+def paths_of(receivers: Any, freeze_mlps: Any) -> Paths:
+    """The paths that these arguments of `path_patching` select. Raises ParameterError."""
+    if not isinstance(freeze_mlps, bool):
+        raise _refused("freeze_mlps", freeze_mlps, "True, False")
+    return Paths(_receivers_of(receivers), [HEADS, MLPS] if freeze_mlps else [HEADS])
+
+
+def _receivers_of(given: Any) -> list[tuple[int, int]] | None:
+    """The receivers as pairs of a layer and a head; None for the logits. Raises ParameterError."""
+    if isinstance(given, str) and given == "logits":
+        return None
+    is_list = isinstance(given, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in given)
+    heads = list(given) if is_list else [given]
+    parts = [each for each in heads if isinstance(each, (list, tuple)) and len(each) == 3 and _is_head(each[:2])]
+    if parts:
+        raise ParameterError(
+            f"receivers has {tuple(parts[0])!r}. A head's queries, keys and values cannot be receivers one by one. "
+            f"Give {tuple(parts[0][:2])!r}: the head with all three.",
+            field="receivers",
+        )
+    if not heads or not all(map(_is_head, heads)):
+        raise _refused("receivers", given, '"logits", or heads as (layer, head): one, or a list of them')
+    return [(layer, head) for layer, head in heads]
+
+
+def _is_head(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and len(given) == 2 and all(type(each) is int for each in given)
 
 
 # Positions.
@@ -176,12 +236,12 @@ def columns_of(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | No
     alignments = [
         align(base.ids, base.ids if other is None else other.ids) for base, other in zip(bases, others, strict=True)
     ]
-    return [_column(label, groups, bases, alignments) for label, groups in _groups(asked, bases, others, alignments)]
+    return [_column(label, groups, alignments) for label, groups in _groups(asked, bases, others, alignments)]
 
 
 def _groups(
     asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None], alignments: Sequence[list[int | None]]
-) -> Iterator[tuple[str | None, list[list[int]]]]:
+) -> Iterator[tuple[str, list[list[int]]]]:
     """The label of each column, and its positions in each pair's patched prompt."""
     if isinstance(asked, str) and asked == "all":
         lengths = sorted({len(base.ids) for base in bases})
@@ -191,13 +251,14 @@ def _groups(
                 "positions: [-1, Span(...)], or a dict with a list for each pair.",
                 field="positions",
             )
-        yield from ((None, [[position]] * len(bases)) for position in range(lengths[0]))
+        each_alone = ([[position]] * len(bases) for position in range(lengths[0]))
+        yield from ((label_of(groups, bases), groups) for groups in each_alone)
         return
     if isinstance(asked, str) and asked == "together":
         yield "all positions", [[i for i, alignment in enumerate(each) if alignment is not None] for each in alignments]
         return
     named = isinstance(asked, Mapping)
-    entries = list(asked.items()) if named else [(None, entry) for entry in ([asked] if _is_one(asked) else asked)]
+    entries = list(asked.items()) if named else [("", entry) for entry in ([asked] if _is_one(asked) else asked)]
     if not entries:
         raise _refused("positions", asked, '"all", "together", positions, Span(text), or a dict of these')
     for label, entry in entries:
@@ -205,7 +266,8 @@ def _groups(
         if len(each) != len(bases):
             text = f"positions[{label!r}] has {len(each)} entries for {len(bases)} pairs."
             raise ParameterError(text, field="positions")
-        yield label, [_found(*pair) for pair in zip(each, bases, others, alignments, strict=True)]
+        groups = [_found(*pair) for pair in zip(each, bases, others, alignments, strict=True)]
+        yield label if named else label_of(groups, bases, entry), groups
 
 
 def _is_one(entry: Any) -> bool:
@@ -229,9 +291,22 @@ def _found(entry: Any, base: Tokens, other: Tokens | None, alignment: list[int |
     return [entry % len(base.ids)]
 
 
-def _column(
-    label: str | None, groups: list[list[int]], bases: Sequence[Tokens], alignments: Sequence[list[int | None]]
-) -> Column:
+def label_of(groups: Sequence[list[int]], bases: Sequence[Tokens], entry: Any = None) -> str:
+    """The label of a column without a name: its tokens if they are the same in all pairs, or else its positions.
+
+    Args:
+        groups: the column's positions in each pair's patched prompt.
+        entry: what the caller gave for it; the label if its positions differ, too.
+    """
+    texts = {"".join(base.texts[i] for i in group) for base, group in zip(bases, groups, strict=True)}
+    if len(texts) == 1:
+        return texts.pop()
+    if any(group != groups[0] for group in groups):
+        return f"position {entry}" if isinstance(entry, int) else getattr(entry, "text", entry)  # type: ignore[no-any-return]
+    return f"position{'s' * (len(groups[0]) > 1)} {fields.ranges(groups[0])}"
+
+
+def _column(label: str, groups: list[list[int]], alignments: Sequence[list[int | None]]) -> Column:
     positions: list[list[int] | None] = []
     sources: list[list[int] | None] = []
     for group, alignment in zip(groups, alignments, strict=True):
@@ -239,14 +314,16 @@ def _column(
         is_aligned = bool(group) and len(counterparts) == len(group)
         positions.append(list(group) if is_aligned else None)
         sources.append(counterparts if is_aligned else None)
-    texts = {"".join(base.texts[i] for i in group) for base, group in zip(bases, groups, strict=True)}
-    if label is None:
-        label = texts.pop() if len(texts) == 1 else ", ".join(map(str, groups[0]))
     return Column(label, positions, sources)
 
 
-def windows_of(grid: Grid, size: tuple[int, int]) -> Grid:
-    """The grid in windows of `size`, which is (layers, columns). Columns without a counterpart belong to no window."""
+def windows_of(grid: Grid, size: tuple[int, int], bases: Sequence[Tokens]) -> Grid:
+    """The grid in windows of `size`, which is (layers, positions). Columns without a counterpart belong to no window.
+
+    Args:
+        grid: with a column for each position.
+        bases: the patched prompt of each pair.
+    """
     layers, step = size
     rows = [[layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)]
     pairs = range(len(grid.columns[0].positions))
@@ -257,7 +334,8 @@ def windows_of(grid: Grid, size: tuple[int, int]) -> Grid:
             [[i for column in part for i in getattr(column, name)[pair] or ()] or None for pair in pairs]
             for name in ("positions", "sources")
         )
-        found.append(Column("".join(column.label for column in part), positions, sources))
+        group = list(range(start, start + len(part)))
+        found.append(Column(label_of([group] * len(bases), bases), positions, sources))
     return Grid(grid.sites, rows, grid.heads, found)
 
 

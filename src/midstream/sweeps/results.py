@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
+from midstream.plan import fields
 from midstream.plots import plot_heatmap, show, write_figure
-from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Summary
+from midstream.sweeps.events import Baselines, Cell, Column, Event, Grid, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
 RESAMPLES = 2000
@@ -321,6 +322,8 @@ class SweepResult:
         self,
         site: str | None = None,
         *,
+        head: int | None = None,
+        position: int | str | None = None,
         recovered: bool = False,
         effects: bool = False,
         title: str | None = None,
@@ -333,26 +336,26 @@ class SweepResult:
 
         Args:
             site: needed only if the sweep has several.
+            head, position: of a sweep over several heads and several positions, which one to draw. With `head`, one of its heads, the
+                positions are to the right. With `position`, the heads are; it is the label of a column, or a position of the patched
+                prompt, where negative numbers count from the end.
             recovered: draw `recovered` instead of the metric.
             effects: draw `effects` instead. The label of the colours says what is drawn.
             title, path, ax: as in `midstream.plots.plot_heatmap`.
 
         Returns:
             The Axes.
+
+        Raises:
+            ParameterError: the sweep has several sites, or several heads and positions, and the call does not choose one; or the sweep
+                lacks the one that it chooses.
         """
         if recovered and effects:
             raise ParameterError("plot(recovered=True, effects=True): a figure has one of them. Draw two figures.")
         grid, site = self.outline.grid, self._site(site)
-        values_LC = (self.effects if effects else self.recovered if recovered else self.values)[site]
-        noise_LC, labels = self.is_noise[site], [column.label for column in grid.columns]
-        xlabel = ""
-        if grid.heads is not None:
-            if len(grid.columns) > 1:
-                raise ParameterError(
-                    'A figure of heads needs one column of positions. Sweep one position, or positions="together". Or use result.values.'
-                )
-            values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
-            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {show(labels[0])}"
+        plane, labels, xlabel = self._drawn(head, position)
+        values_LC = (self.effects if effects else self.recovered if recovered else self.values)[site][plane]
+        noise_LC = self.is_noise[site][plane]
         name = "effect" if effects else "recovered" if recovered else self._metric_name
         is_share = name == "recovered" or (effects and self._has_corrupt)
         centre = 0.0 if effects else self._baseline(is_share)
@@ -373,6 +376,58 @@ class SweepResult:
         ax.scatter(columns, rows, s=3, color="grey", linewidths=0)
         write_figure(ax.figure, path)
         return ax
+
+    def _drawn(self, head: Any, position: Any) -> tuple[Any, list[str], str]:
+        """What a figure shows: an index that takes `[layers, columns]` from an array of cells, the columns' labels and the axis' label."""
+        grid, columns = self.outline.grid, [column.label for column in self.outline.grid.columns]
+        if grid.heads is None:
+            for name, given in (("head", head), ("position", position)):
+                if given is not None:
+                    raise ParameterError(
+                        f'{name} is {given!r}, and this sweep has no heads of its own. Leave it out, or sweep with heads="all".',
+                        field=name,
+                    )
+            return np.s_[:, :], columns, ""
+        is_open = head is None and position is None
+        if is_open and len(columns) > 1 == len(grid.heads):
+            head = grid.heads[0]
+        elif (head is not None and position is not None) or (is_open and len(columns) > 1):
+            raise ParameterError(
+                f"This sweep has {len(grid.heads)} heads and {len(columns)} columns of positions, and a figure shows one of the two. Give "
+                f"plot one of these: head=, from {fields.ranges(grid.heads)}; or position=, from {', '.join(map(repr, columns))}, or its "
+                "number. result.values has all cells.",
+                field="head",
+            )
+        if head is not None:
+            if head not in grid.heads:
+                text = f"head is {head!r}. Heads of this sweep: {fields.ranges(grid.heads)}."
+                raise ParameterError(text, field="head")
+            return np.s_[:, grid.heads.index(head)], columns, f"patched at head {head}"
+        column = 0 if position is None else self._column(position)
+        return np.s_[:, :, column], [str(each) for each in grid.heads], f"head, patched at {show(columns[column], 40)}"
+
+    def _column(self, position: int | str) -> int:
+        """The number of the column with this label, or with this position of the patched prompts."""
+        is_corrupt = self.outline.direction == "denoising"
+        lengths = [len((is_corrupt and pair.corrupt) or pair.clean) for pair in self.outline.pairs]
+        columns = self.outline.grid.columns
+
+        def fits(column: Column) -> bool:
+            if not isinstance(position, int):
+                return column.label == position
+            each = [(at, length) for at, length in zip(column.positions, lengths, strict=True) if at is not None]
+            return bool(each) and all(at == [position + length * (position < 0)] for at, length in each)
+
+        found = [number for number, column in enumerate(columns) if fits(column)]
+        if len(found) != 1:
+            labels = ", ".join(repr(column.label) for column in columns)
+            of = (
+                f"{len(found)} columns of this sweep have this label: give its number"
+                if found
+                else "Columns of this sweep"
+            )
+            raise ParameterError(f"position is {position!r}. {of}: {labels}.", field="position")
+        return found[0]
 
     def _label(self, name: str) -> str:
         """The words for what a figure's colours are."""

@@ -14,6 +14,7 @@ import itertools
 import math
 import secrets
 import time
+import warnings
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
@@ -37,7 +38,7 @@ import numpy as np
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PlanError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests.arguments import Answers, Prompt, offsets_of
+from midstream.requests.arguments import Answers, Prompt, offsets_of, spaced_answers, with_spaced
 from midstream.requests.invokes import Invoke, InvokeResult
 from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
 from midstream.sweeps.events import (
@@ -62,6 +63,7 @@ from midstream.sweeps.request import (
     graded,
     heads_of,
     rows_of,
+    spaces_missing,
     windows_of,
 )
 from midstream.sweeps.results import SweepResult
@@ -109,6 +111,7 @@ class SweepRun:
         if asked.source != "run":
             self._others = [None] * len(clean)  # an ablation reads no position of another prompt
         self._answers = [graded(model, *pair) for pair in zip(asked.answer, asked.foil, strict=True)]
+        self._spaced = [spaced_answers(answers, model.tokenizer) for answers in self._answers]
         rows = rows_of(asked.layers, asked.sites, model.facts)
         grid = Grid(
             list(asked.sites),
@@ -124,7 +127,7 @@ class SweepRun:
         ]
         coarse, cells = None, _count(grid, len(pairs))
         if asked.coarse is not None:
-            coarse = windows_of(grid, asked.coarse)
+            coarse = windows_of(grid, asked.coarse, self._bases)
             fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
             cells = _count(coarse, len(pairs)) + min(fine, cells)
         name = model.model_name
@@ -145,7 +148,8 @@ class SweepRun:
         for site, layers in itertools.product(outline.grid.sites, outline.grid.layers):
             for layer in layers:
                 with about("sites"):
-                    self._model.planner.check(Plan((Patch(site, layer=layer, position=0, source="zeros"),)))
+                    patch = Patch(site, layer=layer, position=0, source="zeros")
+                    self._model.planner.check(Plan(self._model.plan.edits) + patch)
 
     def _tokens(self, prompt: Prompt, ids: list[int]) -> Tokens:
         texts = [self._model.tokenizer.decode([token]) for token in ids]
@@ -309,12 +313,14 @@ class SweepRun:
 
     async def _baselines(self, number: int) -> Baselines:
         """Run both prompts without a patch, each alone."""
-        answers, found = self._answers[number], []
-        corrupt = None if self.asked.corrupt is None else self.asked.corrupt[number]
-        for prompt in (self.asked.clean[number], corrupt):
-            found.append(None if prompt is None else _logprobs(await self._one(prompt, Plan(), answers), answers))
-        assert found[0] is not None
-        return Baselines(number, found[0], found[1])
+        answers, spaced = self._answers[number], self._spaced[number]
+        prompts = [asked[number] for asked in (self.asked.clean, self.asked.corrupt) if asked is not None]
+        outputs = [await self._one(prompt, Plan(), with_spaced(answers, spaced)) for prompt in prompts]
+        each = [_logprobs(output, answers) for output in outputs]
+        warned = spaces_missing(
+            answers, spaced, [output.answers for output in outputs], number if len(self._answers) > 1 else None
+        )
+        return Baselines(number, each[0], each[1] if len(each) > 1 else None, warned)
 
     async def _one(self, prompt: Prompt, plan: Plan, answers: Answers) -> Any:
         (result,) = await self._model._results(self._model._run([self._invoke(prompt, plan, answers)]))
@@ -447,6 +453,12 @@ class SweepRun:
         return msgspec.structs.replace(
             job.event, logprobs=_logprobs(graded, answers), top=likeliest[0] if likeliest else None
         )
+
+
+def _warn(event: Event) -> None:
+    """Give the user the warnings of an event. A server sends its client the event alone."""
+    for text in event.warnings if isinstance(event, Baselines) else ():
+        warnings.warn(text, stacklevel=2)
 
 
 def new_name() -> str:
@@ -632,6 +644,7 @@ class SweepStream:
             raise MidstreamError("This sweep is on an async engine. Write `async for cell in model.sweep(...)`.")
         try:
             while (event := self._finish(self._next())) is not None:
+                _warn(event)
                 if isinstance(event, Cell):
                     yield event
         finally:
@@ -640,6 +653,7 @@ class SweepStream:
     async def __aiter__(self) -> AsyncGenerator[Cell]:
         async with contextlib.aclosing(self._events) as events:
             async for event in events:
+                _warn(event)
                 if isinstance(event, Cell):
                     yield event
 
@@ -652,6 +666,7 @@ class SweepStream:
                 await anext(events, None)  # the outline
             with self._bar(self.result.outline.cells) as bar:
                 async for event in events:
+                    _warn(event)
                     bar.update(isinstance(event, Cell))
         return self.result
 
@@ -660,23 +675,38 @@ class SweepStream:
         assert self._finish is not None
         return self._finish(self._to_the_end())  # type: ignore[no-any-return]
 
-    def draw(self, site: str | None = None, *, seconds: float = 0.5) -> SweepResult:
+    def draw(
+        self,
+        site: str | None = None,
+        *,
+        head: int | None = None,
+        position: int | str | None = None,
+        seconds: float = 0.5,
+    ) -> SweepResult:
         """Run the sweep to its end in a notebook, with a figure that fills while the cells come. Needs IPython and matplotlib.
 
         Args:
-            site: as in `SweepResult.plot`.
+            site, head, position: as in `SweepResult.plot`.
             seconds: between two drawings.
+
+        Raises:
+            ParameterError: as `SweepResult.plot`. No cell has been run, and the sweep is closed.
         """
         from IPython.display import display  # type: ignore[import-not-found]
         from matplotlib import pyplot
 
-        figure = self.result.plot(site).figure
+        drawn: Any = {"site": site, "head": head, "position": position}
+        try:
+            figure = self.result.plot(**drawn).figure
+        except ParameterError:
+            self.close()
+            raise
         pyplot.close(figure)  # or the notebook shows it once more at the end of the cell
         shown, last = display(figure, display_id=True), time.monotonic()
 
         def again() -> None:
             figure.clear()
-            self.result.plot(site, ax=figure.subplots())
+            self.result.plot(**drawn, ax=figure.subplots())
             shown.update(figure)
 
         for _ in self:

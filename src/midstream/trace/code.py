@@ -329,6 +329,8 @@ _HINTS = {
     "calls by name, asks for one. To ask for them, write `with torch.enable_grad():` around this line. Engines compute none.",
     "LMHead's weights should be used in the sampler": " Write `model.project_on_vocab(h)`, which has the final norm, or "
     "`h @ model.lm_head.weight.T`.",
+    "backward through the graph a second time": " The invokes of a trace are one batch with one graph, which the first backward frees. "
+    "Add the losses and call backward once, or call backward(retain_graph=True) in each invoke but the last.",
 }
 
 

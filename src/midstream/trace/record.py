@@ -829,7 +829,9 @@ def _is_pure(function: Any) -> bool:
         own = (kind for kind in kinds if name in vars(kind) and not isinstance(vars(kind)[name], FunctionType))
         kind = next(own, kinds[0])
         home = kind.__module__
-        if kind is torch.Generator:
+        if kind is torch.Generator or (
+            kind is ContextVar and name == "get"
+        ):  # its value belongs to the caller's context
             return False
     return home.partition(".")[0].lstrip("_") in _PURE or home.startswith("pybind11")
 

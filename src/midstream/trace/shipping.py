@@ -28,7 +28,7 @@ from cloudpickle.cloudpickle import _extract_code_globals
 
 from midstream.errors import MidstreamError, TraceError
 from midstream.trace.code import ORIGINALS, BlockProgram, FunctionProgram, TraceProgram, plain_function
-from midstream.trace.saves import is_imported, is_installed
+from midstream.trace.saves import is_imported, is_installed, variables_of
 from midstream.trace.weights import Weight, Weights, values_of
 from midstream.tree import movable
 
@@ -72,6 +72,8 @@ class CodePickler(cloudpickle.Pickler):
             return _make_singledispatch, (obj.__wrapped__, [*obj.registry.items()])  # type: ignore[attr-defined]
         if kind is functools.cached_property:  # it has a lock in Python 3.11
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+        if kind.__module__ == "torch._ops" and (found := _operation(obj)) is not None:
+            return found
         if kind is FunctionType:
             _note_class_bodies(obj.__code__)
         reduced = super().reducer_override(obj)
@@ -82,6 +84,18 @@ class CodePickler(cloudpickle.Pickler):
                 args = (*args[:3], {**args[3], "__slots__": obj.__slots__}, *args[4:])
             return _make_class, (maker, args), (args[-2], fill, state), None, None, _fill_class
         return reduced
+
+
+def _operation(obj: Any) -> Any:
+    """How to pickle `torch.ops`, or a namespace or an operation of it: as the attribute of what contains it. None for other objects."""
+    if obj is torch.ops:
+        return getattr, (torch, "ops")
+    if isinstance(obj, torch._ops._OpNamespace):
+        return getattr, (torch.ops, obj.name)
+    if isinstance(obj, torch._ops.OpOverloadPacket):
+        namespace, _, name = obj._qualified_op_name.partition("::")
+        return getattr, (getattr(torch.ops, namespace), name)
+    return (getattr, (obj.overloadpacket, obj._overloadname)) if isinstance(obj, torch._ops.OpOverload) else None
 
 
 _LruCache = type(functools.lru_cache(_reference))
@@ -197,13 +211,13 @@ class ShippedCode:
         programs: the programs of each request, pickled, after a table of the tensors and arrays that they use.
         bodies: how many programs each request has: standing edits, then its own.
         weights: the tensors' content that the workers must hold, by digest.
-        is_whole: whether it contains the user's own modules, and not only their names.
+        by_name: why it contains only the names of the user's own modules, which the engine then imports; None if it contains the modules.
     """
 
     programs: bytes
     bodies: list[int]
     weights: Mapping[str, Weight] = field(default_factory=dict)
-    is_whole: bool = True
+    by_name: str | None = None
 
 
 def ship(programs: list[list[TraceProgram]], elsewhere: bool = False) -> ShippedCode:
@@ -218,11 +232,14 @@ def ship(programs: list[list[TraceProgram]], elsewhere: bool = False) -> Shipped
     try:
         return _shipped(programs, _by_value(_own_modules), not elsewhere)
     except Exception as error:
+        with _by_value(_own_modules):
+            found = next((each for own in programs for program in own for each in _unsendable(program)), None)
         if not elsewhere:  # the value may be in a module of the user's, which the engine can import
+            what = "a value" if found is None else f"{found[0]}, a {type(found[1]).__name__},"
+            reason = f"it uses {what} which cannot be sent, so the engine imports its module: {error}"
             with contextlib.suppress(Exception):
-                return replace(_shipped(programs, contextlib.nullcontext(), True), is_whole=False)
-        names = [name for each in programs for program in each for name in _unsendable(program)]
-        what = f", {names[0]}," if names else ""
+                return replace(_shipped(programs, contextlib.nullcontext(), True), by_name=reason)
+        what = "" if found is None else f", {found[0]},"
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
 
 
@@ -309,15 +326,36 @@ def _is_own(module: Any) -> bool:
     )
 
 
-def _unsendable(program: TraceProgram) -> Iterator[str]:
-    if not isinstance(program, BlockProgram):
-        return
-    for name, value in program.block.captured.items():
-        if name not in program.injected:
-            try:
-                CodePickler(io.BytesIO(), Weights()).dump(value)
-            except Exception:
-                yield name
+def _unsendable(program: TraceProgram) -> Iterator[tuple[str, Any]]:
+    """The variables that cannot be pickled, also those of functions and modules that it uses."""
+    rest: list[tuple[str, Any]] = []
+    if isinstance(program, BlockProgram):
+        rest += [(name, value) for name, value in program.block.captured.items() if name not in program.injected]
+    elif isinstance(program, FunctionProgram):
+        rest.append(("the function", plain_function(program.fn)))
+    seen = set[int]()
+    while rest:
+        name, value = rest.pop(0)
+        if id(value) in seen or _can_be_sent(value):
+            continue
+        seen.add(id(value))
+        inner: list[tuple[str, Any]] = []
+        if isinstance(value, FunctionType):
+            inner = [*variables_of(value), *((value.__name__, each) for each in value.__defaults__ or ())]
+        elif isinstance(value, ModuleType):
+            inner = [*vars(value).items()]
+        inner = [each for each in inner if not _can_be_sent(each[1])]
+        rest = inner + rest
+        if not inner:
+            yield name, value
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        CodePickler(io.BytesIO(), Weights()).dump(value)
+    except Exception:
+        return False
+    return True
 
 
 def _name_of(programs: Sequence[Sequence[TraceProgram]], value: Any) -> str | None:

@@ -7,6 +7,7 @@ the shapes on its meta device. An operation that needs a number of the forward r
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -182,8 +183,50 @@ _MOST_WORK = 10_000  # of numpy, to tell whether two views overlap
 _INDEXING = frozenset(
     "index index_put index_put_ index_select gather scatter scatter_ take embedding index_copy_ index_add_".split()
 )
+# Operations that give places along an axis, and which of their results these are. Others that keep an argument's numbers.
+_PLACES = {
+    "topk": 1,
+    "sort": 1,
+    "max": 1,
+    "min": 1,
+    "kthvalue": 1,
+    "median": 1,
+    "argsort": None,
+    "argmax": None,
+    "argmin": None,
+}
+_KEEPS = frozenset(
+    "view reshape _unsafe_view _reshape_alias unsqueeze squeeze expand permute transpose t select slice flip clone alias detach".split()
+)
 _NUMBERS = frozenset("_local_scalar_dense equal is_nonzero item".split())
+_DRAWS = "it draws random numbers"
 _RANDOM = frozenset("random_ normal_ uniform_ bernoulli_ multinomial rand randn randint randperm".split())
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """An operation's arguments by their names, with its defaults."""
+    arguments = func._schema.arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return given | dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that can draw random numbers does so: attention draws none without dropout."""
+    return _named(func, args, kwargs).get("dropout_p") != 0
+
+
+def _places_of(value: Value) -> int | None:
+    """How many places the indices in a value may name: they are at least 0 and below this. None if that is unknown."""
+    while value.kind == "call" and (name := value.target._schema.name.removeprefix("aten::")) in _KEEPS:
+        value = value.args[0]
+    if value.kind != "call" or name not in _PLACES or value.out != _PLACES[name]:
+        return None
+    of, dim = value.args[0].shape, _named(value.target, value.args, value.kwargs).get("dim")
+    return math.prod(of) if dim is None else of[dim] if of else None
+
+
+def _shape_of(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.meta.shape if isinstance(tensor, StandIn) else tensor.shape)
 
 
 @functools.cache
@@ -198,7 +241,7 @@ def _facts(func: Any) -> _Facts:
     aliases = [each.alias_info for each in schema.returns if each.alias_info is not None]
     refused = None
     if torch.Tag.nondeterministic_seeded in func.tags or name in _RANDOM:
-        refused = "it draws random numbers"
+        refused = _DRAWS
     elif name in ("index", "index_put", "index_put_"):  # `_with_places` refuses unknown masks
         refused = None
     elif name in _NUMBERS or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
@@ -358,16 +401,17 @@ class Notes:
         facts = _facts(func)
         tensors = [tensor for _, tensor in leaves((args, kwargs))]
         if not any(map(self.is_unknown, tensors)):
-            if facts.refused == "it draws random numbers":
+            if facts.refused == _DRAWS and _draws(func, args, kwargs):
                 self.end(facts.refused)
             return self._converted(func, args, kwargs) if func is aten._to_copy.default else func(*args, **kwargs)
-        if facts.refused is not None:
+        if facts.refused is not None and (facts.refused != _DRAWS or _draws(func, args, kwargs)):
             self.end(facts.refused)
         if len(facts.changes) > 1:
             self.end(f"{func} changes several tensors at once")
         args = _with_places(func, args, self)
         kwargs = {name: each for name, each in kwargs.items() if name not in ("device", "pin_memory")}
-        if facts.may_raise and any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors):
+        has_unknown = any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors)
+        if facts.may_raise and has_unknown and not self._fit(func, args, kwargs):
             self.may_raise = self.may_raise or self.at()
         result = self._shaped(func, facts, args, kwargs, tensors)
         if facts.changes:
@@ -386,6 +430,23 @@ class Notes:
         if isinstance(result, (tuple, list)):
             return type(result)([stand_in(each, place) for place, each in enumerate(result)])
         return stand_in(result, None)
+
+    def _fit(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the indices that an operation takes are known to be places of the tensor that it indexes."""
+        named = _named(func, args, kwargs)
+        if "dim" in named:
+            of, indices, dims = named["self"], [named.get("index")], [named["dim"]]
+        elif "weight" in named:
+            of, indices, dims = named["weight"], [named["indices"]], [0]
+        else:
+            of, indices = named.get("self"), named.get("indices") or [None]
+            dims = list(range(len(indices)))
+        for index, dim in zip(indices, dims, strict=True):
+            if isinstance(index, StandIn):
+                places = _places_of(self.value_of(index))
+                if places is None or not _shape_of(of) or places > _shape_of(of)[dim]:
+                    return False
+        return any(isinstance(index, StandIn) for index in indices)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A conversion of the code's own tensor. A large tensor that has never been written to is converted once for all recordings."""
@@ -573,6 +634,9 @@ def _with_places(func: Any, args: Sequence[Any], notes: Notes) -> tuple[Any, ...
         is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
         if is_mask and notes.is_unknown(each):
             notes.end("it needs a number that only the forward has: which elements a mask has")
+        axes = _shape_of(args[0])[len(places) : len(places) + each.ndim] if is_mask else ()
+        if is_mask and tuple(each.shape) != axes:
+            notes.end(f"IndexError: a mask of shape {list(each.shape)} for axes of shape {list(axes)}")
         places += each.nonzero().unbind(1) if is_mask else [each]
     return (args[0], places, *args[2:])
 

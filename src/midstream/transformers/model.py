@@ -271,6 +271,8 @@ class LanguageModel(TraceModel):
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
         )
         single = self._with_programs(single)
+        if any(each.program is not None or (self.edits if each.edits is None else each.edits) for each in invokes):
+            self._check_forward(single)
         ids = self._all_token_ids(single)
         self._warn_of_length(ids)
         plans = self.planner.prepare_all(single, ids)

@@ -33,7 +33,7 @@ from midstream.requests.arguments import Answers
 from midstream.requests.invokes import PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
-from midstream.settings import Settings
+from midstream.settings import NAME, Settings
 from midstream.sweeps.running import SweepTurns
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
@@ -90,8 +90,11 @@ class EngineConnection:
         streams: the streams that are being iterated over.
     """
 
+    _is_servers = False  # whether its requests are those of a server's clients
+
     def __init__(self, engine: Any, sinks: Sinks, is_async: bool, is_ours: bool = True) -> None:
         self._engine: Any = engine
+        self._is_servers = not is_ours
         self._stepper = None if is_async else Stepper(engine)
         self.config = launch.config_of(engine)
         self.stages: int = self.config.parallel_config.pipeline_parallel_size
@@ -269,6 +272,9 @@ class EngineConnection:
 
         Raises PlanError if the workers lack a run, ParameterError if an adapter cannot be loaded.
         """
+        for request in requests if self._is_servers else ():
+            if request.plan is not None:
+                request.params.extra_args[NAME]["shares"] = True
         async with AsyncExitStack() as stack:
             await self._drop_interrupted()
             await self.adapters.load([request.adapter for request in requests])

@@ -288,6 +288,8 @@ class VLLM(DescribedModel):
             traces = [trace and replace(trace, keeps_to_graphs=keeps_to_graphs) for trace, keeps_to_graphs in keeps]
             work = self._lowered(invokes, prompts, lowering, together or streamed)
         if work is None:
+            if code is not None:
+                self._check_forward(invokes)
             plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
             if any(invoke.plan for invoke in invokes):
                 plans = self.planner.prepare_all(invokes, prompts)
@@ -347,7 +349,7 @@ class VLLM(DescribedModel):
         try:
             plans = self.planner.prepare_all(planned, prompts)
         except PlanError:
-            if not any(own):
+            if not any(own) or any(plan.has_final for plan in own):
                 raise
             return None  # too much for one plan, or the caller's own plan is wrong
         weights = [{digest: Weight(data, digest) for digest, data in numbers.items()} for _, numbers in held]

@@ -101,7 +101,7 @@ class Clamp(Edit):
         strength = 1.0 if abs(strength - 1) <= tolerance else strength
         bound = 0.0
         if change.constant is not None:
-            along = float(change.constant @ direction) if change.constant.ndim == 1 else math.nan
+            along = float(change.constant @ direction)
             if not float((change.constant - along * direction).norm()) <= tolerance * abs(along):
                 return ()
             bound = along / strength

@@ -78,6 +78,7 @@ class Op(NamedTuple):
         after: for a capture or a probe, whether it reads the value after the edits, and not before them.
         program: an edit's function in place of arithmetic; a capture's or a probe's function of the value that it reads.
         inputs: the (site, layer) of the program's further inputs.
+        is_final: whether it is that of a final edit.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Op(NamedTuple):
     after: bool = False
     program: Program | None = None
     inputs: tuple[Point, ...] = ()
+    is_final: bool = False
 
     @property
     def is_edit(self) -> bool:
@@ -101,7 +103,7 @@ class RowChange(NamedTuple):
 
     Attributes:
         outers: each `(u, w)`, float64 `[H]`.
-        constant: float64 `[H]`, or `[rows, H]` with one for each of the rows; None for none.
+        constant: float64 `[H]`; None for none.
         eps: the relative rounding error of its numbers.
     """
 
@@ -128,6 +130,7 @@ class Intervention:
         at_attention: whether it changes the attention of a layer, and not single rows of a site.
         run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
         head: the head to which it is limited, at a site with heads, or a tuple of several; None for the whole width.
+        final: whether it is a final edit, and what other edits a plan with it may have: see `plan.ops.final`.
     """
 
     kind: ClassVar[str]
@@ -139,6 +142,7 @@ class Intervention:
     part_fields: ClassVar[tuple[str, ...]] = ()
     selector_fields: ClassVar[tuple[str, ...]] = ()
     at_attention: ClassVar[bool] = False
+    final: ClassVar[str | None] = None
 
     head: Any = None
     site: str
@@ -216,6 +220,10 @@ class Intervention:
     def places(self) -> dict[str, Any]:
         """`place`, and the values of `selector_fields`, by their fields."""
         return {self.position_field: self.place} | {field: getattr(self, field) for field in self.selector_fields}
+
+    def with_places(self, **found: tuple[int, ...]) -> Intervention:
+        """The same with positions instead of its spans, by their fields. Raises PlanError if another field does not fit them."""
+        return dataclasses.replace(self, **found)  # type: ignore[type-var]
 
     def label(self, field: str) -> str:
         """A field's name in messages."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.fields import Span
-from midstream.plan.ops.edit import Edit, RowChange, Shape, changed, register
+from midstream.plan.ops.edit import Edit, Intervention, RowChange, Shape, changed, register
 from midstream.plan.vectors import RecordedRun, Zeros, as_mask, as_vector_or_name, is_zero
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Patch(Edit):
         layer: counted from 0, or from the end: -1.
         position: one or several positions of the prompt, or a `Span`; negative numbers count from its end.
         source: a `RecordedRun`, a vector `[hidden]`, `"zeros"`, or the name of a vector that the engine holds.
-        source_position: for a run: one position for all, or one for each; negative numbers count from the end of the run's prompt. None
-            means the same numbers as `position`.
+        source_position: for a run: a list with one position for each, or one position for all that `position` lists. A `Span` of several
+            tokens needs one for each. Negative numbers count from the end of the run's prompt. None means the same numbers as `position`.
         source_layer, source_site: for a run; None means the same as `layer` and `site`.
         alpha: a, from 0 (no effect) to 1 (replace).
         mask: `[hidden]`, from 0 to 1, multiplied with alpha in each dimension; True and False count as 1 and 0. Or a name.
@@ -89,6 +89,18 @@ class Patch(Edit):
         if not isinstance(self.position, Span) and len(given) not in (1, len(self.position)):
             raise fields.refuse(field, f"{len(given)} positions for {len(self.position)}", allowed)
         return given
+
+    def with_places(self, **found: tuple[int, ...]) -> Intervention:
+        """A span does not show how many tokens it has, so one row does not fill all of them unasked."""
+        positions, sources = found.get("position", ()), self.source_position
+        if sources is not None and len(sources) == 1 < len(positions):
+            numbers = list(positions)
+            text = (
+                f"Patch.source_position is one position, and {self.position} is {len(numbers)} tokens, at {numbers}. Give one for each, in "
+                f"a list of {len(numbers)}. If all of them should get the same row, list them: position={numbers}."
+            )
+            raise PlanError(text, field="Patch.source_position")
+        return super().with_places(**found)
 
     def counted_from_0(self, num_layers: int) -> Patch:
         layers = {
@@ -161,10 +173,7 @@ class Patch(Edit):
         places, source = where["positions"], change.constant
         if source is None or not bool(source.any()):
             return (cls(site, layer=layer, position=places, source="zeros"),)
-        if source.ndim == 1:
-            return (cls(site, layer=layer, position=places, source=source.float()),)
-        rows = zip(places, source.float(), strict=True)
-        return tuple(cls(site, layer=layer, position=position, source=row) for position, row in rows)
+        return (cls(site, layer=layer, position=places, source=source.float()),)
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:

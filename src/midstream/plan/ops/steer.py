@@ -77,12 +77,7 @@ class Steer(Edit):
     def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
         if change.scale != 1 or change.outers or change.constant is None:
             return ()
-        if change.constant.ndim == 1:
-            return (cls(site, layers=layer, vector=change.constant.float(), **where),)
-        if "positions" not in where:
-            return ()
-        rows = zip(where["positions"], change.constant.float(), strict=True)
-        return tuple(cls(site, layers=layer, vector=row, positions=position) for position, row in rows)
+        return (cls(site, layers=layer, vector=change.constant.float(), **where),)
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:

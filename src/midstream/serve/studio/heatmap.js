@@ -61,7 +61,7 @@ export function columnsOf({ grid, pairs, direction }, shown) {
 /** The column of a cell, for people. */
 export const nameOf = ({ label, token, head }) => {
   if (head !== undefined) return `head ${head}`;
-  return token === undefined ? `position ${label}` : visible(label);
+  return token === undefined ? label : visible(label);
 };
 
 export class Heatmap {
@@ -128,9 +128,9 @@ export class Heatmap {
     this.labels.classList.toggle("upright", isUpright);
     this.labels.replaceChildren(
       make("span", { role: "rowheader", class: "layer", "aria-label": "token" }),
-      ...columns.map(({ label, positions, isChanged }, column) => {
+      ...columns.map(({ label, token, positions, isChanged }, column) => {
         const kind = positions === null ? " unaligned" : isChanged ? " changed" : "";
-        return make("span", { role: "columnheader", class: `label${kind}`, "aria-colindex": column + 2 }, visible(label));
+        return make("span", { role: "columnheader", class: `label${kind}`, "aria-colindex": column + 2 }, token === undefined ? label : visible(label));
       }),
     );
   }

@@ -140,6 +140,7 @@ class Sweep {
     this.controller = new AbortController();
     this.heatmaps = new Map();
     this.baselines = []; // by pair
+    this.warnings = []; // about answers and foils
     this.scale = null;
     this.waiting = []; // cells that have come and are not drawn
     this.done = this.cells = 0;
@@ -166,6 +167,7 @@ class Sweep {
   clear() {
     sweep = this;
     find("figures").replaceChildren();
+    find("sweep-warning").textContent = "";
     find("empty").hidden = true;
     find("legend").hidden = find("taking").hidden = find("shown").hidden = true;
     find("readout").replaceChildren();
@@ -224,6 +226,8 @@ class Sweep {
 
   compare(baselines) {
     this.baselines[baselines.pair] = baselines;
+    this.warnings.push(...baselines.warnings);
+    find("sweep-warning").textContent = this.warnings.join("\n");
     this.rescale();
   }
 

@@ -1,0 +1,135 @@
+"""Shares out a step among requests whose plans cost time, so that no step takes much longer because of plans.
+
+`plan.strangers` says what a plan costs. All plans from HTTP in one step cost at most `STEP_SECONDS` together: other such requests wait for
+a later step, those first that have waited longest. A prompt whose plan would take longer is computed in parts, in every second step
+while other requests have prompts to compute, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from midstream.errors import PlanError
+from midstream.plan.strangers import step_work
+from midstream.plan.work import STEP_SECONDS, StepWork
+from midstream.runtime.request import Memory, PlanRequest
+
+FEW = 16  # tokens: a request with no more of them is in each step in which a prompt has to be cut
+
+
+@dataclass(frozen=True)
+class Costly:
+    """A request whose plan costs time.
+
+    Attributes:
+        plan: what equal plans have in common. Requests with one plan run together.
+        tokens: that it has to compute, all its prompt at first.
+        begins: whether the coming step is its first.
+        may_be_cut: whether its prompt may be computed in parts.
+    """
+
+    name: str
+    work: StepWork
+    plan: Hashable
+    tokens: int
+    begins: bool
+    may_be_cut: bool = True
+
+
+class Share(NamedTuple):
+    """What a step may have.
+
+    Attributes:
+        hidden: the requests that have to wait.
+        cut: the request that may have no more than `most` tokens; None if there is none. No other request with more than `FEW` tokens, and
+            none that has not begun, may be in the step.
+    """
+
+    hidden: frozenset[str] = frozenset()
+    cut: str | None = None
+    most: int = 0
+
+
+_MOST_LOADED = 16
+_works: Memory[StepWork] = Memory()
+
+
+def work_of(config: Any, sampling_params: Any) -> tuple[StepWork, Hashable] | None:
+    """What a request's plan costs a step, and `Costly.plan`; None without a plan."""
+    try:
+        planned = PlanRequest.of(sampling_params)
+        if planned is None:
+            return None
+        case = planned.wire, planned.num_layers, config.device_config.device_type
+        work = _works.get(case, lambda: step_work(planned.plan, *case[1:]), lambda _: len(planned.wire))
+        return work, planned.wire
+    except PlanError:  # the worker will refuse the plan
+        return None
+
+
+class StepShares:
+    """Shares out one step after another."""
+
+    def __init__(self) -> None:
+        self._queue: list[str] = []  # those first that have waited longest
+        self._has_cut = False  # in the last step
+        self._loaded: dict[Hashable, None] = {}  # the plans that began last, which need not be compiled again
+
+    def next(self, requests: Iterable[Costly], others_have_prompts: bool) -> Share:
+        """The coming step's share. `others_have_prompts`: whether other requests would have to wait while a prompt is cut."""
+        step, hidden, cut, most = _Step(self._loaded), set[str](), None, 0
+        known = {each.name: each for each in requests}
+        queue = [name for name in self._queue if name in known]
+        in_order = [known[name] for name in dict.fromkeys([*queue, *known])]
+        others = others_have_prompts or sum(each.tokens > FEW for each in in_order) > 1
+        for each in in_order:
+            room = step.room(each)
+            if cut is None and (each.tokens <= room or (not each.may_be_cut and step.is_empty)):
+                step.take(each)
+            elif cut is None and each.may_be_cut and room > 0 and not (self._has_cut and others):
+                cut, most = each.name, room
+                self._loaded[each.plan] = None
+            else:
+                hidden.add(each.name)
+        if cut is not None:
+            hidden |= {each.name for each in in_order if each.name != cut and (each.tokens > FEW or each.begins)}
+        names = [each.name for each in in_order]
+        self._queue = [n for n in names if n in hidden] + [n for n in names if n not in hidden]
+        self._has_cut = cut is not None
+        for plan in list(self._loaded)[:-_MOST_LOADED]:
+            del self._loaded[plan]
+        return Share(frozenset(hidden), cut, most)
+
+
+class _Step:
+    """What is left of a step. `loaded`: the plans that need not be compiled."""
+
+    def __init__(self, loaded: dict[Hashable, None]) -> None:
+        self._left, self._loaded = STEP_SECONDS, loaded
+        self._free: dict[Hashable, int] = {}  # rows that plans of the step have for nothing
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._free
+
+    def _fixed(self, request: Costly) -> float:
+        """The seconds that the request takes whatever the number of its tokens."""
+        begin = request.work.begin if request.begins and request.plan not in self._loaded else 0.0
+        return begin + (0.0 if request.plan in self._free else request.work.step)
+
+    def room(self, request: Costly) -> int:
+        """How many tokens of a request fit in; in an empty step at least one."""
+        left = self._left - self._fixed(request)
+        if left < 0:
+            return int(self.is_empty)
+        free, row = self._free.get(request.plan, request.work.free), request.work.row
+        return max(min(request.tokens, free + int(left / row)) if row else request.tokens, int(self.is_empty))
+
+    def take(self, request: Costly) -> None:
+        """Put the request into the step, with all its tokens."""
+        free = self._free.get(request.plan, request.work.free)
+        self._left -= self._fixed(request) + max(request.tokens - free, 0) * request.work.row
+        self._free[request.plan] = max(free - request.tokens, 0)
+        self._loaded[request.plan] = None
