@@ -200,14 +200,14 @@ def test_without_a_request_no_graph_is_built(model: LanguageModel, recorded: lis
     with hook:
         values = [*model.run(read, PROMPT)]
         with model.trace(PROMPT) as tracer:
+            cache = tracer.cache(modules=[model.model.layers[LAYER].mlp])
             raw = model.model.layers[LAYER].mlp.output.save()
             values.append(model.layers_output[LAYER].save())
-            cache = tracer.cache(modules=[model.model.layers[LAYER].mlp])
             result = tracer.result.save()
         values += [raw, cache[f"model.layers.{LAYER}.mlp"].output, result.logits]
         model.generate(PROMPT, plan=Steer("resid_post", layers=LAYER, vector=[0.1] * model.hidden_size), max_tokens=2)
         values.append(model(PROMPT).logits)
-    assert not packed and not any(recorded) and len(recorded) == 5
+    assert not packed and not any(recorded) and len(recorded) == 6  # the lens is one
     assert not any(value.requires_grad for value in values)
 
 
