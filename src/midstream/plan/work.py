@@ -1,7 +1,7 @@
 """Work: what a plan costs the requests that share its steps, counted before the plan runs; and how much of it a step may have.
 
 `plan.checking` counts the work of a program, and `plan.strangers` that of a plan. `Rates` turn work into seconds on a kind of device. The
-rates and weights are upper bounds, measured on one core of a CPU and chosen for an H200. `tests/gpu/check_work.py` measures them, and looks
+rates and weights are upper bounds, measured on one core of a CPU and on an H200. `tests/gpu/check_work.py` measures them, and looks
 for the plan that costs most for its work.
 """
 
@@ -31,19 +31,23 @@ _WEIGHT = 2.0  # of a number that an operation reads or writes
 READ_WEIGHT = 0.25  # of a number of a matrix that all rows share
 # The weights of slower operations: sorting, selection, and arithmetic with denormal or infinite numbers.
 _WEIGHTS = {
+    256.0: "cumsum cumprod cummax cummin logcumsumexp",  # a GPU computes them one number after another along all axes but the last
     64.0: "logit sort argsort std var",
     32.0: "topk kthvalue median floor_divide remainder fmod div_mode sinc sqrt erfinv digamma",
     16.0: """
-        logcumsumexp logsumexp tan sin cos log log2 log10 asinh acosh asin acos atan lgamma erfc pow mish tanh xlogy exp argmax
-        argmin
+        logsumexp tan sin cos log log2 log10 asinh acosh asin acos atan lgamma erfc pow mish tanh xlogy exp argmax argmin sinh cosh
     """,
     4.0: """
-        erf softplus gelu atanh celu elu selu log_sigmoid_forward logaddexp logaddexp2 cummax cummin heaviside aminmax cosh sinh expm1 atan2
-        hypot log1p count_nonzero max min any all index index_put index_select embedding gather scatter scatter_add _log_softmax _softmax
-        log_softmax softmax sigmoid silu trunc square where amin amax flip roll cumsum cumprod prod norm linalg_vector_norm
+        erf softplus gelu atanh celu elu selu log_sigmoid_forward logaddexp logaddexp2 heaviside aminmax expm1 atan2 hypot log1p div
+        count_nonzero max min any all index index_put index_select embedding gather scatter scatter_add _log_softmax _softmax log_softmax
+        softmax sigmoid silu trunc square where amin amax flip roll prod norm linalg_vector_norm
     """,
 }
 _WEIGHT_OF = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}
+# Operations of several kernels: how many launches they cost.
+_LAUNCHES = {"where": 3, "count_nonzero": 3, "logsumexp": 6} | dict.fromkeys(
+    ("sort", "argsort", "topk", "kthvalue", "median"), 4
+)
 _WITH_INDICES = frozenset("gather scatter scatter_add index index_put index_select embedding".split())
 _ONE_AFTER_ANOTHER = frozenset(
     "sort argsort topk kthvalue median cummax cummin cumsum cumprod logcumsumexp argmax argmin max min prod".split()
@@ -64,7 +68,7 @@ class Rates(NamedTuple):
     product: float
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(15e-6, 1e-11, 5e-14)})
+RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(20e-6, 1e-11, 5e-14)})
 
 
 class Work(NamedTuple):
@@ -135,10 +139,10 @@ def work_of(op: str, row: float, shared: float, results: int, along: int) -> Wor
         results: how many tensors it returns.
         along: the size of the axis along which it computes; 0 for none.
     """
-    weight = weight_of(op)
-    launches = 1 + (results - 1) / _PER_LAUNCH + _WARNS * op.startswith(("var.", "std."))
-    launches += 2 * (op.partition(".")[0] in _WITH_INDICES)  # they are clamped before
-    if op.partition(".")[0] in _ONE_AFTER_ANOTHER:
+    weight, name = weight_of(op), op.partition(".")[0]
+    launches = _LAUNCHES.get(name, 1) + (results - 1) / _PER_LAUNCH + _WARNS * (name in ("var", "std"))
+    launches += 2 * (name in _WITH_INDICES)  # they are clamped before
+    if name in _ONE_AFTER_ANOTHER:
         launches += along / _IN_A_ROW
     return Work(launches, shared * weight, row * weight)
 
