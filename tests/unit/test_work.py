@@ -151,10 +151,10 @@ def accepted() -> dict[str, tuple[Plan, set[str]]]:
         "SAE of a large model, 65,536 features": (Plan.of(Apply("resid_post", layers=range(4), program=gate_of(65_536, 4096))), gpu),
         "SAE of a large model, 16,384 features": (Plan.of(Apply("resid_post", layers=range(8), program=gate_of(16_384, 4096))), gpu),
         "64 probes": (Plan.of(probes), both),
-        "64 gates": (Plan.of([When(probes[0], above=i / 9, then=Steer("resid_post", layers=7, vector=V + i)) for i in range(64)]), both),
+        "48 gates": (Plan.of([When(probes[0], above=i / 9, then=Steer("resid_post", layers=7, vector=V + i)) for i in range(48)]), both),
         "an MLP at all layers": (Plan.of(Apply("resid_post", program=mlp)), both),
         "captures of everything": (Plan.of([Capture(s, positions="all") for s in ("resid_post", "mlp_out", "attn_out")]), both),
-        "255 operations at all layers": (Plan.of(Apply("resid_post", program=chain(255))), both),
+        "190 operations at all layers": (Plan.of(Apply("resid_post", program=chain(190))), both),
     }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-AT_THE_BOUND = ["1,024 steers", "a patch of a whole prompt", "an MLP at all layers", "255 operations at all layers"]
+AT_THE_BOUND = ["1,024 steers", "a patch of a whole prompt", "an MLP at all layers", "190 operations at all layers"]
 
 
 @pytest.mark.parametrize("name", AT_THE_BOUND)

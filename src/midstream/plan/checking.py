@@ -151,7 +151,8 @@ class Checker:
             )
 
     def _work(self, op: str, call: OpCall, results: Sequence[Shaped]) -> Work:
-        row, shared = self._sizes([*call.tensors, *results])
+        tensors = [*call.tensors, *results]
+        row, shared = self._sizes(tensors)
         if op in _PRODUCTS:
             left, right = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][
                 -2:
@@ -163,7 +164,7 @@ class Checker:
         x, dim = call["self"], call["dim"]
         dim = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
         is_axis = isinstance(x, Shaped) and isinstance(dim, int) and -x.meta.ndim <= dim < x.meta.ndim
-        return work_of(op, row, shared, len(results), x.meta.shape[dim] if is_axis else 0)
+        return work_of(op, row, shared, len(tensors), x.meta.shape[dim] if is_axis else 0)
 
     def _sizes(self, tensors: Sequence[Shaped]) -> tuple[float, float]:
         """The numbers of tensors: of those with rows for each row, and of the others."""

@@ -24,7 +24,8 @@ CHECK_SECONDS = 6e-5  # to check an operation of a program in the engine, once
 GRAPH_ROWS = 512  # the most rows of a CUDA graph, which runs its programs on all of them
 DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
 KEPT_ROW = 1e3  # weighted numbers that cost as much as keeping one row of a capture
-_PER_LAUNCH = 8  # results that cost as much as one launch
+_PER_LAUNCH = 8  # tensors that an operation takes or returns, beyond the first ones, that cost as much as one launch
+_FIRST_TENSORS = 4
 _WARNS = 4  # launches that cost as much as PyTorch's warning about the variance of a single number
 _IN_A_ROW = 4096  # numbers along an axis that cost as much as one launch where they are computed one after another
 _WEIGHT = 2.0  # of a number that an operation reads or writes
@@ -68,7 +69,7 @@ class Rates(NamedTuple):
     product: float
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(20e-6, 1e-11, 5e-14)})
+RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(28e-6, 1e-11, 5e-14)})
 
 
 class Work(NamedTuple):
@@ -131,16 +132,18 @@ def weight_of(op: str) -> float:
     return _WEIGHT_OF.get(f"{name}_mode" if overload.endswith("_mode") else name, _WEIGHT)
 
 
-def work_of(op: str, row: float, shared: float, results: int, along: int) -> Work:
+def work_of(op: str, row: float, shared: float, tensors: int, along: int) -> Work:
     """The work of one operation without its multiplications.
 
     Args:
         row, shared: numbers that it reads and writes, for each row and for all of them. A view counts at its whole size.
-        results: how many tensors it returns.
+        tensors: how many it takes and returns.
         along: the size of the axis along which it computes; 0 for none.
     """
     weight, name = weight_of(op), op.partition(".")[0]
-    launches = _LAUNCHES.get(name, 1) + (results - 1) / _PER_LAUNCH + _WARNS * (name in ("var", "std"))
+    launches = (
+        _LAUNCHES.get(name, 1) + max(tensors - _FIRST_TENSORS, 0) / _PER_LAUNCH + _WARNS * (name in ("var", "std"))
+    )
     launches += 2 * (name in _WITH_INDICES)  # they are clamped before
     if name in _ONE_AFTER_ANOTHER:
         launches += along / _IN_A_ROW
