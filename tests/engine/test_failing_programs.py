@@ -90,7 +90,7 @@ def test_a_program_that_raises_ends_its_request_alone(engine: VLLM, kind: str) -
 
 
 def test_indices_that_nothing_bounds_are_refused_by_the_engine(engine: VLLM) -> None:
-    """A client that believes in them sends them. Seen ending the engine while the rule for gather served scatter_add, too."""
+    """A client that believes in them sends them."""
     broken = [Apply("resid_post", layers=3, program=trusting_program(HIDDEN))]
     expected = engine.generate([FRANCE, ITALY], plan=[None, None], **GREEDY)
     outputs, errors = outcome(engine, [LONG, FRANCE, ITALY], [broken, None, None])

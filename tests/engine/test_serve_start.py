@@ -197,7 +197,7 @@ def test_an_administrator_may_refuse_all_edits_and_a_client_makes_none_final(
 
 
 def test_a_deleted_sae_leaves_nothing(server: Server, client: openai.OpenAI) -> None:
-    """Of weights in the workers, and nor does a replaced one. Seen failing at dad63e7: its matrices stayed."""
+    """Neither does a replaced one: the workers hold no weights of them."""
 
     def held() -> int:
         return sum(each["weight_bytes"] for each in server.ask("GET", "/v1/midstream/gauges", key=KEY)[1]["workers"])
@@ -270,7 +270,7 @@ def test_a_stalled_body_was_answered(server: Server) -> None:
 
 
 def test_what_outlives_the_time_for_running_requests_ends_as_an_error(server: Server) -> None:
-    """The status or the last event says so. Seen failing at dad63e7: 500 as plain text, and streams that were cut."""
+    """The status or the last event says so."""
     body = {"model": "demo", "prompt": "The", "max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
     more = {**body, "n": 16, "temperature": 1.0}
     sweep = {

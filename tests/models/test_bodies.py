@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
+import re
 import traceback
 
 import pytest
@@ -83,7 +84,7 @@ def system_exit(model, tracer):
 
 
 ERRORS = [
-    (skip_with_a_wrong_shape, ShapeError, r"model\.layers\.3\.output is .*\[2, 3\] was written"),
+    (skip_with_a_wrong_shape, ShapeError, r"model\.model\.layers\[3\]\.output is .*\[2, 3\] was written"),
     (cache_on_a_device_that_is_none, InterventionError, "nowhere"),
     (cache_as_a_dtype_that_is_none, InterventionError, "dtype|to\\(\\)"),
     (an_error_without_words, InterventionError, "Mute: .its message cannot be read: TypeError"),
@@ -416,7 +417,8 @@ def test_heads_are_counted(model):
 
 @pytest.mark.parametrize("layer", [(3, -1), [2, 3], 3.0])
 def test_what_is_no_layer_is_said(model, layer):
-    with pytest.raises(UnknownSiteError, match=r"a layer is one number, resid_post\[3\], or a slice"):
+    given, right = (re.escape(f"model.layers_output[{each!r}]") for each in (layer, 3))
+    with pytest.raises(UnknownSiteError, match=f"{given}: a layer is one number, {right}, or a slice"):
         model.run(lambda m: m.layers_output[layer], PARIS)
     assert model.run(lambda m: m.layers_output[torch.tensor(3)].shape[0], PARIS) == 5
 

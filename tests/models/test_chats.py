@@ -139,7 +139,7 @@ def test_a_second_token_of_the_beginning_warns_wherever_a_prompt_is_text(
     calls = {
         "generate": lambda text: model.generate(text, **run),
         "run": lambda text: model.run(lambda m: m.logits, text),
-        "record": lambda text: model.record(text, sites=["resid_post"]),
+        "record": lambda text: model.record(text, sites=["resid_post"], name="text"),
         "activations": lambda text: list(model.activations([text], "resid_post", 3)),
         "collect": lambda text: model.collect(
             [text], plan=Capture("resid_post", layers=3), to=tmp_path / str(len(text))
@@ -163,3 +163,4 @@ def test_a_second_token_of_the_beginning_warns_wherever_a_prompt_is_text(
             assert any("has put another one before it" in str(each.message) for each in seen)
     finally:
         backend.post_processor = before
+    model.runs.delete("text")  # the model is that of other tests, too

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -414,6 +414,17 @@ def test_the_interval_of_recovery_needs_no_second_sweep(hf):
     assert (found != result.interval()["resid_post"]).any()
 
 
+def check_layers_upwards(ax, values):
+    """The first layer is at the bottom of the figure, and the cells at the height of a layer's label are those of the layer."""
+    (image,), heights = ax.images, {}
+    for tick, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True):
+        points = [ax.transData.transform((column, tick)) for column in range(values.shape[1])]
+        heights[int(label.get_text())] = points[0][1]  # in pixels, upwards
+        cells = [image.get_cursor_data(SimpleNamespace(x=x, y=y)) for x, y in points]
+        np.testing.assert_allclose(np.array(cells, float), values[int(label.get_text())], rtol=1e-5)
+    assert sorted(heights) == sorted(heights, key=heights.get) == list(range(len(values)))
+
+
 def test_the_figure_is_white_at_the_baseline_and_its_bar_ends_at_cells(hf):
     for metric, direction in (("logit_diff", "denoising"), ("recovered", "noising")):
         result = hf.sweep(*PAIR, metric=metric, direction=direction)
@@ -422,7 +433,7 @@ def test_the_figure_is_white_at_the_baseline_and_its_bar_ends_at_cells(hf):
         assert (low + high) / 2 == pytest.approx(result.baseline, abs=1e-5) and ax.images[0].get_cmap().name == "RdBu"
         (bar,) = [other for other in ax.figure.axes if other is not ax]
         assert bar.get_ylim() == pytest.approx((values.min(), values.max()), abs=1e-4)
-        assert [label.get_text() for label in ax.get_yticklabels()][-1] == "0"  # layers upwards
+        check_layers_upwards(ax, values)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "mixtral"])

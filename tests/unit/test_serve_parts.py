@@ -128,7 +128,7 @@ def test_tensors_without_rows_take_room_too() -> None:
 
 @pytest.mark.parametrize("owners", [1, 200])
 def test_storing_takes_the_same_time_however_much_is_held(owners: int) -> None:
-    """In operations of Python's, not in seconds. Seen failing at 92f59fe's way: it looked at all that is held."""
+    """In operations of Python's, not in seconds."""
 
     def steps(held: int) -> int:
         store = CaptureStore(held * room(1), 10.0)
@@ -332,7 +332,7 @@ def test_what_fails_beside_the_routes_ends_as_an_error_in_openais_form() -> None
 
 
 def test_nested_json_is_a_mistake_of_the_client() -> None:
-    """As vLLM's routes read it. Seen failing without the gate: RecursionError became a 500."""
+    """As vLLM's routes read it."""
 
     async def main() -> None:
         app = Gate(echo(lambda request: request.json()))
@@ -564,7 +564,7 @@ def test_a_server_without_midstreams_worker_does_not_start() -> None:
 
 
 def test_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM logs that an endpoint plugin cannot be imported, and serves without it. Seen failing without the check."""
+    """vLLM logs that an endpoint plugin cannot be imported, and serves without it."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     broken = EntryPoint("midstream", "midstream.nowhere:Plugin", "vllm.endpoint_plugins")
@@ -588,7 +588,7 @@ def test_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.M
     ],
 )
 def test_a_body_of_wrong_items_has_few_errors(model: Any, body: dict[str, Any]) -> None:
-    """An error for each item of a body of 4 MiB takes gigabytes, and holds everybody up meanwhile. Seen failing without `fail_fast`."""
+    """An error for each item of a body of 4 MiB takes gigabytes, and holds everybody up meanwhile."""
     with pytest.raises(ValidationError) as raised:
         model.model_validate_json(json.dumps(body))
     assert raised.value.error_count() < 30

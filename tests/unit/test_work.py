@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import threading
@@ -264,21 +265,30 @@ def test_equal_programs_are_checked_once() -> None:
 
 
 def test_a_key_waits_for_one_plan_of_another_key_at_most() -> None:
-    """One key sends 50 slow plans, and then another key sends one: it is read beside the first."""
-    readers, release, order = Readers(2), threading.Event(), list[str]()
+    """On the only thread the keys take turns, and the key that was served last is behind a key that came meanwhile."""
+    readers, release, order = Readers(1), threading.Event(), list[str]()
 
     def slow(name: str) -> None:
-        release.wait(30)
         order.append(name)
+        release.wait(60)
 
-    first = [readers.submit(b"first", lambda i=i: slow(f"first {i}")) for i in range(50)]
-    assert readers.submit(b"second", lambda: "read").result(10) == "read", "while the first key's plan holds a thread"
-    other = [readers.submit(b"third", lambda i=i: slow(f"third {i}")) for i in range(3)]
+    calls = [(b"first", f"first {i}") for i in range(50)] + [(b"other", f"other {i}") for i in range(3)]
+    futures = [readers.submit(owner, functools.partial(slow, name)) for owner, name in calls]
     release.set()
-    for future in (*first, *other):
-        future.result(30)
-    assert max(order.index(f"third {i}") for i in range(3)) < 12, "they take turns"
-    assert [name for name in order if name.startswith("first")] == [f"first {i}" for i in range(50)]
+    for future in futures:
+        future.result(60)
+    turns = ["first 0", "other 0", "first 1", "other 1", "first 2", "other 2"]
+    assert order == turns + [f"first {i}" for i in range(3, 50)]
+
+
+def test_a_key_with_many_plans_holds_one_of_the_threads() -> None:
+    readers, release = Readers(2), threading.Event()
+    futures = [readers.submit(b"first", lambda: release.wait(60)) for _ in range(50)]
+    for owner in (b"second", b"third", b"third"):
+        assert readers.submit(owner, lambda: "read").result(60) == "read", "while the first key's plan holds a thread"
+    assert not any(future.done() for future in futures)
+    release.set()
+    assert all(future.result(60) for future in futures)
 
 
 def test_readers_give_back_their_threads_after_errors_and_cancelled_calls() -> None:

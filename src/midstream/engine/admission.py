@@ -69,10 +69,9 @@ class Readers:
     def _start(self) -> None:
         """Start the calls for which there are threads. The caller holds the lock."""
         for owner in [owner for owner in self._waiting if owner not in self._served][: self._free]:
-            waiting = self._waiting.pop(owner)
-            call = waiting.popleft()
-            if waiting:
-                self._waiting[owner] = waiting  # behind all others
+            call = self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
             self._served.add(owner)
             self._free -= 1
             self._pool.submit(self._call, owner, *call)
@@ -85,6 +84,8 @@ class Readers:
                 future.set_exception(error)
         with self._lock:
             self._served.discard(owner)
+            if owner in self._waiting:
+                self._waiting[owner] = self._waiting.pop(owner)  # behind all others, also those that came meanwhile
             self._free += 1
             self._start()
 
