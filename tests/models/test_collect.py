@@ -701,7 +701,7 @@ def test_ctrl_c_on_a_disk_that_fails_tells_what_is_there_and_why(
 
     hf.collect(prompts()[:7], plan=plan(), to=tmp_path, **PARAMS)
     monkeypatch.setattr(language_model, "BATCH_TOKENS", 64)
-    with monkeypatch.context() as failing, interrupted_after(60, monkeypatch) as said:
+    with monkeypatch.context() as failing, interrupted_after(60, failing) as said:
         failing.setattr(directory, "write_shard", full)
         hf.collect(prompts(), plan=plan(), to=tmp_path, **PARAMS)
     assert said == [
