@@ -1018,7 +1018,7 @@ def test_a_recorded_run_is_the_source_of_patches_by_its_name(
         ({"positions": {"span": "Italy"}}, "positions", "Italy"),
         ({"prompt": ""}, "prompt", "token"),
         ({"prompt": [10**9]}, "prompt", ""),
-        ({"prompt": [20] * 600}, "prompt", "512"),
+        ({"prompt": [20] * 600}, "prompt", "up to 511 tokens"),
         ({"prompt": "a b " * 100_000}, "prompt", "has at most"),
         ({"path": "/tmp/x"}, "body.path", "path"),
         ({"name": "a" * 300}, "name", "256"),

@@ -582,7 +582,7 @@ def test_calls_that_are_none_are_refused(server: Server, model: Remote) -> None:
         (call(asked=[{"prompt": "x", "params": {}}] * 1025), "body", b"length <= 1024"),
         (call(asked=[{"prompt": [1000] * 100_000, "params": {}}]), "asked[0].prompt", b"A prompt for this model has at most"),
         (call(asked=[{"prompt": "x" * 1_000_000, "params": {}}]), "asked[0].prompt", b"A prompt for this model has at most"),
-        (call(asked=[{"prompt": "", "params": {}}]), "asked", b"at least one token id"),
+        (call(asked=[{"prompt": "", "params": {}}]), "asked", b"has no tokens"),
         (call(asked=[{"prompt": "x", "params": {"stop": [[]] * 9_000_000}}]), "asked[0].params", b"parameters has at most"),
         (call(asked=[{"prompt": "x", "params": {}, "answers": [5] * 129}]), "asked[0].answers", b"answers has 129 entries"),
         (call(plans=[[[]] * 9_000_000]), "plans[0]", b"A plan has at most"),

@@ -188,7 +188,7 @@ def test_the_event_of_the_baselines_warns_of_an_answer_without_its_space(server:
         ({"clean": [CLEAN] * 65, "corrupt": [CORRUPT] * 65}, "clean", "allowed: 64"),
         ({"clean": [{"role": "user"}]}, "clean", "clean"),
         ({"clean": [{"role": "user", "content": "a " * 100_000}]}, "clean", "has at most"),
-        ({"clean": "a " * 600, "corrupt": "b " * 600}, "clean", "takes 511"),
+        ({"clean": "a " * 600, "corrupt": "b " * 600}, "clean", "up to 511 tokens"),
     ],
 )
 def test_errors_before_the_first_event_are_plain_400s(server: Server, changed: Any, field: str, text: str) -> None:

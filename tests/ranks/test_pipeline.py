@@ -45,6 +45,7 @@ PLAIN_STEP = {
     "is_ours",
     "create_forward_context",
     "Worker.sample_tokens",
+    "sparing_generators.<locals>.sample_tokens",  # mends vLLM's CPU build
 }
 Pair = collections.namedtuple("Pair", ["early", "late"])
 
