@@ -239,7 +239,7 @@ def by_modules(model: VLLM, directory: Path) -> dict[str, list[Any]]:
 
     Twice, each with the number of steps that the traces stopped: as such traces run by themselves, and with all of them in the forward.
     """
-    names = [f"{path}.{kind}" for (path, kind), (_, layer) in model.arch.values.items() if layer == AT]
+    names = [f"{path}.{kind}" for (path, kind), (_, layer) in model._known.arch.values.items() if layer == AT]
     lines = []
     for number, name in enumerate(names):
         value = re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")
