@@ -26,7 +26,6 @@ DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
 KEPT_ROW = 1e3  # weighted numbers that cost as much as keeping one row of a capture
 _PER_LAUNCH = 8  # tensors that an operation takes or returns, beyond the first ones, that cost as much as one launch
 _FIRST_TENSORS = 4
-_WARNS = 4  # launches that cost as much as PyTorch's warning about the variance of a single number
 _IN_A_ROW = 4096  # numbers along an axis that cost as much as one launch where they are computed one after another
 _WEIGHT = 2.0  # of a number that an operation reads or writes
 READ_WEIGHT = 0.25  # of a number of a matrix that all rows share
@@ -45,11 +44,16 @@ _WEIGHTS = {
     """,
 }
 _WEIGHT_OF = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}
-# Operations of several kernels: how many launches they cost.
-_LAUNCHES = {"where": 3, "count_nonzero": 3, "logsumexp": 6} | dict.fromkeys(
-    ("sort", "argsort", "topk", "kthvalue", "median"), 4
-)
-_WITH_INDICES = frozenset("gather scatter scatter_add index index_put index_select embedding".split())
+# The launches of operations that cost more than one: those of several kernels; of indices, which are clamped before; of `var` and `std`,
+# for PyTorch's warning about the variance of a single number.
+_LAUNCHES = {
+    2: "nansum slice_scatter select_scatter isinf isposinf isneginf native_layer_norm copysign",
+    3: "where count_nonzero gather scatter scatter_add index index_put index_select embedding",
+    4: "sort argsort topk kthvalue median",
+    5: "var std",
+    6: "logsumexp",
+}
+_LAUNCHES_OF = {name: launches for launches, names in _LAUNCHES.items() for name in names.split()}
 _ONE_AFTER_ANOTHER = frozenset(
     "sort argsort topk kthvalue median cummax cummin cumsum cumprod logcumsumexp argmax argmin max min prod".split()
 )
@@ -141,10 +145,7 @@ def work_of(op: str, row: float, shared: float, tensors: int, along: int) -> Wor
         along: the size of the axis along which it computes; 0 for none.
     """
     weight, name = weight_of(op), op.partition(".")[0]
-    launches = (
-        _LAUNCHES.get(name, 1) + max(tensors - _FIRST_TENSORS, 0) / _PER_LAUNCH + _WARNS * (name in ("var", "std"))
-    )
-    launches += 2 * (name in _WITH_INDICES)  # they are clamped before
+    launches = _LAUNCHES_OF.get(name, 1) + max(tensors - _FIRST_TENSORS, 0) / _PER_LAUNCH
     if name in _ONE_AFTER_ANOTHER:
         launches += along / _IN_A_ROW
     return Work(launches, shared * weight, row * weight)
