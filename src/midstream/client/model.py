@@ -33,7 +33,7 @@ from midstream.requests.arguments import (
     adapter_in,
     adapters_of,
     answers_of,
-    numbered,
+    in_turn,
     one_prompt,
     plans_of,
     prompt_in,
@@ -149,11 +149,7 @@ class TraceModel(Sizes):
 
     def _all_token_ids(self, invokes: Sequence[Invoke]) -> list[list[int]]:
         """The token ids of each invoke's prompt. Raises PromptError, with the number of the prompt if there are several."""
-        found = []
-        for number, invoke in enumerate(invokes):
-            with numbered(number if len(invokes) > 1 else None):
-                found.append(self._token_ids(invoke))
-        return found
+        return in_turn(self._token_ids, invokes)
 
     # Shared by the models.
 

@@ -104,9 +104,7 @@ def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
     takes = {name for own in manager.modules for name in (own, *manager.packed_modules.get(own, ()))}
     experts = tuple(f"{name}." for name in manager.modules if name.endswith(".experts"))
     layers = manager.model.named_modules()
-    elsewhere = tuple(
-        f"{name}." for name, each in layers if isinstance(each, PPMissingLayer)
-    )  # on other pipeline stages
+    elsewhere = tuple(f"{name}." for name, each in layers if isinstance(each, PPMissingLayer))  # on other stages
     allowed: Any = getattr(manager.lora_config, "target_modules", None)
     left_out = [name for name in names if allowed is not None and not manager._match_target_modules(name)]
     unknown = [
@@ -154,9 +152,7 @@ def _check_sizes(manager: Any, adapter: str, loras: Mapping[str, Any]) -> None:
 
 def _output_sizes(layer: Any) -> list[int | None]:
     """How many outputs a linear layer has, or each of the layers that are merged into it; None where that is unknown."""
-    if hasattr(
-        layer, "total_num_kv_heads"
-    ):  # its `output_sizes` count keys and values once for each rank that has them
+    if hasattr(layer, "total_num_kv_heads"):  # `output_sizes` counts keys and values once for each rank that has them
         heads = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, heads * layer.head_size, heads * layer.v_head_size]
     return list(getattr(layer, "output_sizes", None) or [getattr(layer, "output_size", None)])

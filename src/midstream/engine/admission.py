@@ -38,9 +38,8 @@ _MOST_KEYS = 64  # how many keys are compared
 _ITEM_CHARACTERS = 8  # of a number or a key in JSON
 _LARGE = 1 << 16  # characters of a plan's JSON
 _READERS = 2  # threads for small plans, and as many for large ones
-OWNER: ContextVar[bytes] = ContextVar(
-    "owner", default=b""
-)  # of the HTTP request that is being answered, by its API key
+# The owner of the HTTP request that is being answered: a hash of its API key.
+OWNER: ContextVar[bytes] = ContextVar("owner", default=b"")
 _DRAFTING = ("ngram", "eagle")  # methods of speculative decoding
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 

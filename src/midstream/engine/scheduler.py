@@ -352,9 +352,8 @@ class _Rules:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
         if (state := self._states.get(request.request_id)) is not None and state.in_forward:
-            self._change(
-                request.request_id, is_apart=self._turns is not None
-            )  # its edits are made again, also if its trace has ended
+            # Its edits are made again, also if its trace has ended.
+            self._change(request.request_id, is_apart=self._turns is not None)
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)

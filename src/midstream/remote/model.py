@@ -32,7 +32,7 @@ from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, CallEntry, Progress, RemoteCall, as_msgpack
-from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, numbered, warn_of_second_bos
+from midstream.requests.arguments import Answers, Prompt, answers_by_prompt, engine_params, in_turn, warn_of_second_bos
 from midstream.requests.invokes import (
     Called,
     Invoke,
@@ -564,11 +564,8 @@ class Remote(DescribedModel):
 
     def _all_prompt_data(self, name: str, prompts: Sequence[Prompt]) -> list[str | list[int]]:
         """The prompts of a sweep's argument, in the form for the server. Raises PromptError with the number of the prompt."""
-        found = []
-        for number, prompt in enumerate(prompts):
-            with about(name), numbered(number if len(prompts) > 1 else None):
-                found.append(self._prompt_data(prompt))
-        return found
+        with about(name):
+            return in_turn(self._prompt_data, prompts)
 
     def _warn_of_second_bos(self, text: str) -> None:
         """Warn here, since the server warns in its own log."""
@@ -580,9 +577,8 @@ class Remote(DescribedModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
         invokes = self._with_programs(self._with_plan(invokes))
-        for number, invoke in enumerate(invokes):
-            with numbered(number if len(invokes) > 1 else None):
-                invokes[number] = replace(invoke, prompt=self._prompt_data(invoke.prompt))
+        prompts = in_turn(self._prompt_data, [invoke.prompt for invoke in invokes])
+        invokes = [replace(invoke, prompt=prompt) for invoke, prompt in zip(invokes, prompts, strict=True)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         forwarders = [self._forwarders(part) for part in parts]

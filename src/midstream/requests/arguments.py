@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from midstream.plan.ops.edit import changed
 from midstream.plan.values import Intervention, Plan, Steer
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Prompts.
 
@@ -98,6 +99,15 @@ def numbered(number: int | None, name: str | None = None) -> Iterator[None]:
         if error.number is None:
             error.number, error.name = number, name
         raise
+
+
+def in_turn(convert: Callable[[Any], T], prompts: Sequence[Any]) -> list[T]:
+    """What `convert` makes of each. If there are several, its errors have the number of the prompt."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        with numbered(number if len(prompts) > 1 else None):
+            found.append(convert(prompt))
+    return found
 
 
 def check_form(prompt: Any) -> None:

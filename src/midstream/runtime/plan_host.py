@@ -170,7 +170,8 @@ class PlanHost:
         request = self._requests.get(name)
         if request is None or not request.loaded.plan.edits:
             return None
-        why, plan = not_finite(broken, request.loaded.plan, self.facts.dtype), request.loaded.plan
+        plan = request.loaded.plan
+        why = not_finite(broken, plan, self.facts.dtype)
         if self._pipeline.size > 1 and any(edit.runs_program for edit in plan.edits):
             why += " A program that fails on another pipeline stage also ends its request so; the engine's log has its error."
         return why
