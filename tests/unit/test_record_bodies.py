@@ -49,9 +49,6 @@ def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
         h = model.layers_output[2]
         model.layers_output[2] = h + V
 
-    def of_parts(model):
-        model.layers_output[2] = 2 * V + model.layers_output[2] - V
-
     def from_the_end(model):
         model.layers_output[-2] += V
 
@@ -119,9 +116,6 @@ def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
     def partial(model):
         functools.partial(operator.iadd, model.layers_output[2])(V)
 
-    def reduced(model):
-        functools.reduce(operator.iadd, [V, V, -V], model.layers_output[2])
-
     def nested(model):
         def change(h):
             h += V
@@ -135,10 +129,6 @@ def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
         for h in values():
             h += V
 
-    def twice(model):
-        model.layers_output[2] += 2 * V
-        model.layers_output[2] -= V
-
     def by_getattr(model):
         getattr(model, "layers_output")[2] += V  # noqa: B009
 
@@ -148,12 +138,6 @@ def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
     def in_a_container(model):
         parts = {"model": model}
         parts["model"].layers_output[2] += V
-
-    def while_loop(model):
-        n = 0
-        while n < 4:
-            model.layers_output[2] += V / 4
-            n += 1
 
     def caught(model):
         try:
@@ -173,6 +157,28 @@ def test_a_vector_that_is_added_is_a_steer_however_it_is_written():
         total = sum(torch.tensor(edit.vector.data) * edit.scale for edit in given.edits)
         assert {(e.site, e.at_layers, e.phase, e.place) for e in given.edits} == {("resid_post", (2,), "prefill", None)}
         torch.testing.assert_close(total, V)
+
+
+def test_what_is_added_in_several_steps_is_a_program_that_rounds_as_often():
+    def of_parts(model):
+        model.layers_output[2] = 2 * V + model.layers_output[2] - V
+
+    def reduced(model):
+        functools.reduce(operator.iadd, [V, V, -V], model.layers_output[2])
+
+    def twice(model):
+        model.layers_output[2] += 2 * V
+        model.layers_output[2] -= V
+
+    def while_loop(model):
+        n = 0
+        while n < 4:
+            model.layers_output[2] += V / 4
+            n += 1
+
+    for given in planned(*locals().values()):
+        (edit,) = given.edits
+        assert isinstance(edit, Apply) and len(edit.program.steps) > 1
 
 
 def test_a_number_is_added_to_all_elements():
@@ -223,9 +229,6 @@ def test_a_direction_that_is_projected_out_is_a_clamp_however_it_is_written():
         h = model.layers_output[2]
         model.layers_output[2] = h - (h @ V)[:, None] * V / V.norm() ** 2
 
-    def twice_by_half(model):
-        model.layers_output[2] -= 0.5 * (2 * model.layers_output[2] @ UNIT)[:, None] * UNIT
-
     for given in planned(*(body for body in locals().values() if callable(body))):
         (edit,) = given.edits
         assert said(given) == [clamp()] and (edit.low, edit.high) == (0, 0)
@@ -241,7 +244,7 @@ def test_a_projection_of_one_row_or_by_half_or_to_a_value():
 
     def to_three(model):
         h = model.layers_output[2]
-        model.layers_output[2] = h - (h @ UNIT)[:, None] * UNIT + 3 * UNIT
+        model.layers_output[2] = h - (h @ UNIT - 3)[:, None] * UNIT
 
     one, two, three = planned(last, half, to_three)
     assert said(one) == [clamp(where=(LENGTH - 1,))]

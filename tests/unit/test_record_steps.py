@@ -255,8 +255,8 @@ def test_a_value_is_what_it_is_when_the_forward_goes_on():
         h += 1
 
     expected = {
-        changed_after: [steer(2 * V, 1)],
-        changed_before: [steer(2 * V, 1)],
+        changed_after: 2,
+        changed_before: 2,
         changed_after_the_next_site: [steer(V, 1)],
         read_and_changed_too_late: [],
         rows_changed_after: [patch(ROWS[i] + 1, 1, (i,)) for i in range(LENGTH)],
@@ -267,7 +267,10 @@ def test_a_value_is_what_it_is_when_the_forward_goes_on():
     }
     for body, edits in expected.items():
         given = checked(body)
-        assert edits is None or (given.tier is Tier.PLAN and said(given) == edits), (body.__name__, given.reason)
+        if isinstance(edits, int):  # the steps of a program
+            assert [len(edit.program.steps) for edit in given.edits] == [edits], body.__name__
+        else:
+            assert edits is None or (given.tier is Tier.PLAN and said(given) == edits), (body.__name__, given.reason)
 
 
 def test_a_converted_value_that_is_changed_afterwards_stays_in_the_forward():

@@ -230,3 +230,40 @@ def test_lazy_copies_that_are_read_with_another_sign_are_not_taken_for_each_othe
     assert checked(body, known=model()).tier is Tier.PLAN
     plus, minus = lazy_copy(whole).imag, lazy_copy(whole).conj().imag
     assert unwritten(plus) != unwritten(minus) and not same_tensor(plus, minus)
+
+
+CHANGES = {
+    "in place": lambda big: big.mul_(2),
+    "by an index": lambda big: big.__setitem__(slice(1, 3), 0.5),
+    "through data": lambda big: big.data.mul_(2),
+    "as data": lambda big: setattr(big, "data", big.data * 2),
+    "without a gradient": lambda big: torch.nn.init.zeros_(big),
+    "by a view": lambda big: big.view(-1)[:7].zero_(),
+    "a part": lambda big: big[0].copy_(big[1]),
+    "loaded": lambda big: torch.nn.ParameterList([torch.nn.Parameter(big)]).load_state_dict({"0": big * 3}),
+    "as an array": lambda big: big.numpy().__imul__(2),
+}
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["its own", "the caller's"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_large_constant_that_changes_between_two_uses_counts_as_it_is_at_each(name, is_captured):
+    big, change = torch.randn(WIDTH, 1 << 16, generator=torch.Generator().manual_seed(0)), CHANGES[name]
+    kept = big.clone()
+
+    def body(m):
+        here = big if is_captured else big.clone()
+        here.copy_(kept)
+        first = (m.layers_output[1] @ here)[:, :WIDTH].save()
+        change(here)
+        m.layers_output[2] = (m.layers_output[2] @ here)[:, 8 : 8 + WIDTH] + first
+
+    def each_step(m, tracer):
+        here = big if is_captured else big.clone()
+        here.copy_(kept)
+        for _ in tracer.iter[:]:
+            m.layers_output[2] += (m.layers_output[2] @ here)[:, :WIDTH]
+            change(here)
+
+    for one in (body, each_step):
+        checked(one, known=model())

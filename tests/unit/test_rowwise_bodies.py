@@ -515,22 +515,14 @@ def the_first_projected_out(h):
 
 
 LINEAR = (
-    a_factor,
     a_mask,
     a_mask_that_multiplies,
-    every_second_and_the_last,
-    one_of_the_tokens_own_numbers,
-    halved,
-    twice_and_a_vector,
     replaced,
     replaced_by_a_vector,
-    each_token_and_a_number,
     each_token_replaced,
-    projected_out,
     the_first_projected_out,
     projected_out_by_a_sum,
     a_copy_whose_last_token_is_replaced,
-    ones_for_each_token,
 )
 
 
@@ -555,7 +547,33 @@ def one_number_of_a_vector(h):
     return (h[:, None, :] + V.to(h)[:, None])[:, 3]
 
 
+def rounded_to_whole_numbers(h):
+    return (h + 12582912.0) - 12582912.0
+
+
+def swallowed(h):
+    h += 1e8
+    h -= 1e8
+    return h
+
+
+def gone_and_back(h):
+    return h * 1e-30 * 1e-30 * 1e30 * 1e30
+
+
+def swallowed_along_a_direction(h):
+    along = (h @ V.to(h) + 1e7) - 1e7
+    return h - along[:, None] * V.to(h)
+
+
+def infinite_and_back(h):
+    along = (h @ V.to(h)) * 1e30 * 1e30 / 1e30 / 1e30
+    return h - along[:, None] * V.to(h)
+
+
+ROUNDED = (rounded_to_whole_numbers, swallowed, gone_and_back, swallowed_along_a_direction, infinite_and_back)
 NOT_LINEAR = (
+    *ROUNDED,
     tanh,
     sae_gate,
     some_columns,
@@ -563,6 +581,14 @@ NOT_LINEAR = (
     layer_norm,
     rounded,
     one_number_of_a_vector,
+    a_factor,
+    every_second_and_the_last,
+    one_of_the_tokens_own_numbers,
+    halved,
+    twice_and_a_vector,
+    each_token_and_a_number,
+    projected_out,
+    ones_for_each_token,
 )
 
 
@@ -570,6 +596,15 @@ NOT_LINEAR = (
 def test_another_body_has_no_linear_change(function: Any) -> None:
     with pytest.raises(NotRowwise):
         changes(written(function, torch.float32, 5)).at(5)
+
+
+@pytest.mark.parametrize("function", ROUNDED)
+def test_steps_are_not_folded_across_a_rounding(function: Any) -> None:
+    """Folded, each of these changes nothing, or something else."""
+    x = torch.randn(5, H, generator=torch.Generator().manual_seed(4))
+    found, wanted = applied(programs_of(written(function, torch.float32, 5)), x), function(x.clone())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert not torch.allclose(wanted, x)
 
 
 @pytest.mark.parametrize("name", REFUSED)

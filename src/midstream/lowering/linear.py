@@ -1,7 +1,7 @@
-"""Linear functions of a site's row: what the steps of a program compute, as far as it is linear.
+"""Linear functions of a site's row that one operation of the registry computes: what the steps of a program compute, as far as it is one.
 
 `LinearBuilder` takes the place of a `Builder`: it follows the function of each result instead of keeping steps. `Steer.saying(change, ...)`
-and the other kinds make edits of the last one.
+and the other kinds make edits of the last one. The row may be added to once: `(h + a) - a` rounds twice, and no edit does.
 
 Legend: H the site's width.
 """
@@ -24,6 +24,7 @@ from midstream.plan.steps import Ref
 
 _ROWS = 2  # any number
 _NOT_LINEAR = "it is not linear"
+_MOST_FACTOR = 1e6  # of a number that is multiplied with others of them: float32 does not overflow
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +38,8 @@ class Along:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """`h * w` for a changed row h, which becomes an `Along` once it is summed over H."""
+    """`h * w`, which becomes an `Along` once it is summed over H."""
 
-    change: RowChange
     w_H: torch.Tensor
 
 
@@ -56,6 +56,7 @@ class _Known:
 
 
 Form = RowChange | Along | Weighted
+_ROW = RowChange(1.0, (), None, 0.0)  # h itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class LinearBuilder(Builder):
         super().__init__(width, dtype)
         self._made = 0
         zeros = torch.zeros(_ROWS, width, dtype=getattr(torch, dtype))
-        self._inputs = [self._result(zeros, RowChange(1.0, (), None, 0.0))]
+        self._inputs = [self._result(zeros, _ROW)]
 
     def add(
         self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
@@ -139,11 +140,14 @@ def _add(x: Any, y: Any, alpha: float = 1.0) -> Form | None:
     """`x + alpha * y`"""
     if isinstance(x, _Known):
         x, y, alpha = _times(y, alpha), x, 1.0
-    if isinstance(x, Along) and isinstance(y, _Known) and y.is_single:
-        return Along(x.w_H, x.b + alpha * float(y.numbers), x.eps)
-    if isinstance(x, RowChange) and isinstance(y, _Known):
+    if isinstance(x, Along) and not x.b and isinstance(y, _Known) and y.is_single:
+        return Along(x.w_H, alpha * float(y.numbers), x.eps)
+    if isinstance(y, _Known):
         y = RowChange(0.0, (), y.numbers, y.eps)
-    return _sum(x, y, alpha) if isinstance(x, RowChange) and isinstance(y, RowChange) else None
+    if y is _ROW and alpha == 1:
+        x, y = y, x
+    added = _times(y, alpha)
+    return added._replace(scale=1.0) if x is _ROW and isinstance(added, RowChange) else None
 
 
 def _sub(x: Any, y: Any, alpha: float = 1.0) -> Form | None:
@@ -163,12 +167,12 @@ def _mul(x: Any, y: Any) -> Form | None:
         x, y = y, x
     if not isinstance(y, _Known):
         return None
-    if y.is_single:
-        return _times(x, float(y.numbers))
-    if isinstance(x, Along):
+    if isinstance(x, Along) and not y.is_single:
         along = y.numbers * x.b if x.b else None
         return RowChange(0.0, ((y.numbers, x.w_H),), along, max(x.eps, y.eps))
-    return Weighted(x, y.numbers) if isinstance(x, RowChange) else None
+    if y.is_single:
+        return _times(x, float(y.numbers))
+    return Weighted(y.numbers) if x is _ROW else None
 
 
 def _div(x: Any, y: Any) -> Form | None:
@@ -177,28 +181,26 @@ def _div(x: Any, y: Any) -> Form | None:
 
 
 def _times(x: Any, factor: float) -> Form | None:
+    """`factor * x`, if that neither overflows nor underflows. No edit multiplies the row itself."""
+    if abs(factor) != 1 and not 1 / _MOST_FACTOR < abs(factor) < _MOST_FACTOR:
+        return None
     if isinstance(x, Along):
         return Along(x.w_H * factor, x.b * factor, x.eps)
-    return _scaled(x, factor) if isinstance(x, RowChange) else None
+    if not isinstance(x, RowChange) or x.scale:
+        return None
+    constant = None if x.constant is None else x.constant * factor
+    return RowChange(0.0, tuple((u * factor, w) for u, w in x.outers), constant, x.eps)
 
 
 def _product(x: Any, y: Any) -> Form | None:
     """A product of matrices: with a column, which gives one number for each row, or of such numbers with a row."""
-    if isinstance(x, RowChange) and isinstance(y, _Known):
-        return _along(x, y.numbers, y.eps)
+    if x is _ROW and isinstance(y, _Known):
+        return Along(y.numbers, 0.0, y.eps)
     return _mul(x, y) if isinstance(x, Along) else None
 
 
 def _summed(x: Any, *_: Any) -> Form | None:
-    return _along(x.change, x.w_H, 0.0) if isinstance(x, Weighted) else None
-
-
-def _along(change: RowChange, vector: torch.Tensor, eps: float) -> Along:
-    w = change.scale * vector
-    for u, other in change.outers:
-        w = w + float(u @ vector) * other
-    b = 0.0 if change.constant is None else float(change.constant @ vector)
-    return Along(w, b, max(eps, change.eps))
+    return Along(x.w_H, 0.0, 0.0) if isinstance(x, Weighted) else None
 
 
 _RULES: dict[str, Callable[..., Any]] = {
@@ -215,16 +217,3 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mv.default", "mm.default"), _product),
     "sum.dim_IntList": _summed,
 }
-
-
-def _scaled(change: RowChange, factor: float) -> RowChange:
-    constant = None if change.constant is None else change.constant * factor
-    return RowChange(change.scale * factor, tuple((u * factor, w) for u, w in change.outers), constant, change.eps)
-
-
-def _sum(a: RowChange, b: RowChange, factor: float) -> RowChange:
-    """`a + factor * b`"""
-    b = _scaled(b, factor)
-    constants = [each for each in (a.constant, b.constant) if each is not None]
-    constant = None if not constants else constants[0] if len(constants) == 1 else constants[0] + constants[1]
-    return RowChange(a.scale + b.scale, (*a.outers, *b.outers), constant, max(a.eps, b.eps))

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
+from midstream.trace.graph import Chain, StepGraph, Value, same_tensor
 from midstream.trace.parallel import BINARY, COMPARISONS, UNARY
 from midstream.tree import Ref, lazy_copy, leaves, map_objects, map_tensors, objects_in, unwritten
 
@@ -327,7 +327,7 @@ class Notes:
         key = (_storage_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
         known = self._consts.get(key)
         is_lazy = own.nbytes >= _LARGE and not self.has_arrays  # an array's writes are not seen
-        if known is not None and known[0]._version == own._version and (is_lazy or same_numbers(known[1].target, own)):
+        if known is not None and same_tensor(known[1].target, own):
             return known[1]
         value = Value("const", lazy_copy(own) if is_lazy else own.clone(), shape=tuple(own.shape), dtype=own.dtype)
         self._consts[key] = own, value
