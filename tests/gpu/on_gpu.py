@@ -39,8 +39,14 @@ def parser_of(doc: str | None, *, ranks: bool = False) -> argparse.ArgumentParse
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The options, and the runner chosen. `exact` says whether everything is computed in float32."""
-    arguments = parser.parse_args()
+    arguments = parsed_runner(parser)
     arguments.exact = arguments.cpu or arguments.float32
+    return arguments
+
+
+def parsed_runner(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a script of its own, and the runner chosen."""
+    arguments = parser.parse_args()
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if arguments.runner == "v2" else "0"
     return arguments
 

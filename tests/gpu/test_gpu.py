@@ -46,6 +46,15 @@ def test_hostile_programs_on_gpu() -> None:
     run("hostile_programs", "--seed", "0", "--seconds", "120")
 
 
+def test_plans_cost_what_they_are_charged_on_gpu() -> None:
+    run("work", "--seed", "0", "--seconds", "300")
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_attackers_delay_no_neighbour_on_gpu(runner: str) -> None:
+    run("neighbours", "--runner", runner, "--seed", "0", "--seconds", "300")
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (1, 2), (2, 2)], ids=["pp2", "tp2", "pp2tp2"])

@@ -43,6 +43,7 @@ class Candidate:
     Attributes:
         is_turned: whether the tensor's last two axes are swapped in memory.
         seed: of the arguments.
+        width: of the site.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Candidate:
     numbers: str = "plain"
     is_turned: bool = False
     seed: int = 0
+    width: int = WIDTH
 
     def program(self) -> Program:
         """Raises PlanError for arguments that the table refuses."""
@@ -69,7 +71,7 @@ class Candidate:
         row = step("slice.Tensor", INPUT, 1, 0, 1)
         whole = step("expand.default", row, (RowCount(1), count))
         if rng.random() < 0.8:  # numbers of its own, and not one that is read again and again
-            pieces = step("cat.default", (INPUT,) * -(-count // WIDTH), 1) if count <= 4096 * WIDTH else whole
+            pieces = step("cat.default", (INPUT,) * -(-count // self.width), 1) if count <= 4096 * self.width else whole
             whole = step("slice.Tensor", pieces, 1, 0, count)
         x = step("reshape.default", whole, (RowCount(1), *shape))
         if self.is_turned and len(shape) > 1:
@@ -81,11 +83,11 @@ class Candidate:
             step(self.op, *given)
         constants = (Constant.of(torch.rand(shape[-1], shape[-1]).to(getattr(torch, self.dtype))),)
         uses = any(isinstance(arg, Const) for arg in given)
-        return Program(WIDTH, "float32", tuple(steps), INPUT, constants if uses else ())
+        return Program(self.width, "float32", tuple(steps), INPUT, constants if uses else ())
 
     def input(self, device: torch.device) -> torch.Tensor:
         made = torch.Generator().manual_seed(self.seed)
-        return INPUTS[self.numbers](torch.rand(self.rows, WIDTH, generator=made)).to(device)
+        return INPUTS[self.numbers](torch.rand(self.rows, self.width, generator=made)).to(device)
 
 
 def _arguments(self: Candidate, rng: random.Random, x: Ref, step: Callable[..., Ref]) -> Iterator[Any]:
@@ -126,15 +128,15 @@ def _arguments(self: Candidate, rng: random.Random, x: Ref, step: Callable[..., 
             yield None
 
 
-def drawn(rng: random.Random) -> Candidate:
+def drawn(rng: random.Random, width: int = WIDTH) -> Candidate:
     shape = tuple(rng.choice([0, 1, 3, 64, 512, 1024, 4096]) for _ in range(rng.choice([1, 1, 2, 3])))
     kinds = rng.choice(list(INPUTS)), rng.random() < 0.3, rng.randrange(1000)
     op, dtype = rng.choice(sorted(RULES)), rng.choice(DTYPES)
-    return Candidate(op, shape, dtype, rng.choice([16, 64, 200]), rng.choice([1, 2, 16, 128]), *kinds)
+    return Candidate(op, shape, dtype, rng.choice([16, 64, 200]), rng.choice([1, 2, 16, 128]), *kinds, width)
 
 
 def changed(given: Candidate, rng: random.Random) -> Candidate:
-    other, name = drawn(rng), rng.choice([field.name for field in dataclasses.fields(Candidate)])
+    other, name = drawn(rng, given.width), rng.choice([field.name for field in dataclasses.fields(Candidate)[:-1]])
     if name == "op" and rng.random() < 0.7:
         name = "shape"
     return dataclasses.replace(given, **{name: getattr(other, name)})
@@ -184,12 +186,12 @@ def measured(candidate: Candidate, device: torch.device, most: float) -> Found |
         return None
 
 
-def search(seed: int, allowed: float, device: torch.device, most: float = 0.02) -> dict[str, Found]:
-    """The worst candidate of each operation, within `allowed` seconds."""
+def search(seed: int, allowed: float, device: torch.device, most: float = 0.02, width: int = WIDTH) -> dict[str, Found]:
+    """The worst candidate of each operation at a site of this width, within `allowed` seconds."""
     rng, found, deadline = random.Random(seed), dict[str, Found](), time.monotonic() + allowed
     while time.monotonic() < deadline:
         best = [each.candidate for each in sorted(found.values(), key=lambda each: -each.ratio)[:8]]
-        candidate = changed(rng.choice(best), rng) if best and rng.random() < 0.5 else drawn(rng)
+        candidate = changed(rng.choice(best), rng) if best and rng.random() < 0.5 else drawn(rng, width)
         result = measured(candidate, device, most)
         if result is None or (candidate.op in found and found[candidate.op].ratio >= result.ratio):
             continue

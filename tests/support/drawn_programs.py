@@ -23,7 +23,7 @@ from midstream.plan.checking import Checker
 from midstream.plan.program import Program
 from midstream.plan.rowwise import RULES, overload
 from midstream.plan.running import INDEXING, ProgramBank, run, try_out, unpacked
-from midstream.plan.steps import Const, Constant, DType, Ref, RowCount
+from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, RowCount, Step
 
 W = 6
 ROWS = 7
@@ -263,6 +263,27 @@ def other_of_form(rng: random.Random, program: Program) -> Program:
             )
             steps[at] = steps[at]._replace(args=tuple(args))
     return replace(program, steps=tuple(steps), constants=tuple(constants))
+
+
+def widened(program: Program, width: int) -> Program:
+    """The program at a site of this width: it computes with the first numbers of a row, and an edit leaves the others as they are.
+
+    Raises PlanError.
+    """
+
+    def moved(arg: Any) -> Any:
+        return Ref(arg.step + 1, arg.out) if isinstance(arg, Ref) else arg
+
+    steps = [Step("slice.Tensor", (INPUT, 1, 0, program.width)), *(step.mapped(moved) for step in program.steps)]
+    if program.is_read:
+        return replace(program, width=width, steps=tuple(steps), result=tuple(map(moved, program.results)))
+    last = len(steps)
+    steps += [
+        Step("_to_copy.default", (moved(program.result),), (("dtype", DType(program.dtype)),)),
+        Step("slice.Tensor", (INPUT, 1, program.width, width)),
+        Step("cat.default", ((Ref(last), Ref(last + 1)), 1)),
+    ]
+    return replace(program, width=width, steps=tuple(steps), result=Ref(last + 2))
 
 
 def constant_of(constant: Constant, device: torch.device) -> torch.Tensor:
