@@ -167,6 +167,7 @@ class Host:
 
     def __init__(self, model: Model, limit: int = 10, **options: Any) -> None:
         self.model, self.calls = model, list[tuple[str, Any]]()
+        self.operations = 0.0  # of programs
         self.fails: Any = False  # or the error of recordings
         self.full = Manager()
         target = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.graphs"
@@ -181,7 +182,7 @@ class Host:
         def edit(point: int, hidden: torch.Tensor, residual: Any) -> None:
             hidden += 100 * (self.sites[point] in acting)
 
-        return Kernel(edit)
+        return Kernel(edit, operations=self.operations)
 
     def record(self, kind: str, descriptor: Any) -> None:
         """What vLLM does: it runs the forward to warm up, and then records it."""
@@ -198,10 +199,17 @@ class Host:
         if self.fails:
             raise self.fails
 
-    def step(self, acting: str = "", kind: str = "PIECEWISE", descriptor: Any = "batch", x: float = 0.0) -> Any:
+    def step(
+        self,
+        acting: str = "",
+        kind: str = "PIECEWISE",
+        descriptor: Any = "batch",
+        x: float = 0.0,
+        strangers: bool = False,
+    ) -> Any:
         """What the runner's adapter does in a step: what it computes, or the full graph that it replays."""
         graphs = self.graphs
-        if graphs.begin_step(frozenset(acting)):
+        if graphs.begin_step(frozenset(acting), strangers):
             graphs.record_due()
         SiteOp.edit = self.kernel(frozenset(acting)).fire if acting else None
         try:
@@ -262,6 +270,36 @@ def test_a_batch_that_comes_again_is_recorded_with_what_acts_alone(host: Host, a
     assert host.graphs.gauges() == {"graphs": 1, "graph_bytes": 1 << 20, "graph_recordings": 1, "recording_failures": 0}
     entry = host.model.pieces[0].concrete_cudagraph_entries["batch"]
     assert not entry.added  # vLLM's own graphs have nothing of it
+
+
+def test_plans_from_http_get_a_graph_once_in_many_steps(host: Host) -> None:
+    """Others wait for each recording. Seen before: strangers' plans had graphs recorded before nearly every step."""
+    steps, batches = 400, [(acting, name) for acting in ("a", "b", "ab") for name in ("batch", "other")]
+    for number in range(steps):
+        acting, descriptor = batches[number % len(batches)]
+        before = len(host.calls)
+        assert host.step(acting, descriptor=descriptor, x=number, strangers=True) == 8 * number + 7 + ADDED[acting]
+        assert len(host.calls) - before <= 1
+    assert 3 <= len(host.calls) <= 1 + steps // module._STRANGERS_PAUSE
+
+
+def test_long_programs_from_http_get_no_graph(host: Host) -> None:
+    host.operations = module._STRANGERS_OPERATIONS + 1.0
+    for _ in range(200):
+        host.step("a", strangers=True)
+    assert not host.calls
+    for _ in range(3):
+        host.step("a")  # the engine's own
+    assert len(host.calls) == 1
+
+
+def test_graphs_that_are_due_and_never_needed_again_are_forgotten(host: Host) -> None:
+    for number in range(3 * module._MOST_DUE):
+        for _ in range(2):  # due with the second one, and not asked for again
+            host.graphs.begin_step(frozenset([number]), has_strangers=True)
+            host.graphs.choose("FULL", "batch")
+            host.graphs.end_step()
+    assert len(host.graphs._due) <= module._MOST_DUE
 
 
 def test_once_recorded_a_step_replays_and_calls_nothing(host: Host) -> None:

@@ -63,6 +63,9 @@ ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entri
 NOTHING: Acting = frozenset()
 _PATIENCE = 2  # a batch that comes once is not worth a recording, which takes as long as some steps
 _REMEMBERED = 4096  # batches whose number of steps is remembered
+_MOST_DUE = 64  # graphs that are to be recorded
+_STRANGERS_PAUSE = 64  # steps between two recordings for plans from HTTP
+_STRANGERS_OPERATIONS = 512  # of programs in one forward, the most for which graphs are recorded for plans from HTTP
 _SMALLEST = 1 << 20  # bytes; the driver keeps at least this for a graph
 
 
@@ -220,10 +223,12 @@ class Kernel(NamedTuple):
     Attributes:
         fire: called while a graph is recorded.
         warm_up: called in the forwards that vLLM runs before it records. It changes nothing.
+        operations: how many operations programs add to the forward.
     """
 
     fire: Fire
     warm_up: Fire = lambda point, hidden, residual: None
+    operations: float = 0
 
 
 class PiecewiseGraphs:
@@ -405,15 +410,23 @@ class ActingGraphs:
         self._impossible: set[GraphKey] = set()
         self._used: Acting = NOTHING
         self._has_missed = False
+        self._has_strangers = False  # among the requests of the coming step
+        self._pause = 0  # steps in which nothing is recorded for strangers
 
     # Steps.
 
-    def begin_step(self, acting: Acting) -> bool:
-        """Plans act at `acting` in the coming step. Returns whether graphs for it are to be recorded before it."""
-        self.acting, self._has_missed = acting, False
+    def begin_step(self, acting: Acting, has_strangers: bool = False) -> bool:
+        """Plans act at `acting` in the coming step. Returns whether a graph for it is to be recorded before it.
+
+        Args:
+            has_strangers: whether some of the plans come from HTTP. All requests wait for a recording, so such plans get a graph only once
+                in many steps, and none if its programs are long.
+        """
+        self.acting, self._has_missed, self._has_strangers = acting, False, has_strangers
+        self._pause = max(self._pause - 1, 0)
         if not acting:
             self._use(NOTHING)
-        return bool(self._due) and any(key[0] == acting for key in self._due)
+        return not (has_strangers and self._pause) and any(key[0] == acting for key in self._due)
 
     def choose(self, kind: str, descriptor: Any) -> bool:
         """vLLM chose a kind of graph for the step. Returns whether it may replay it; `kind` names a `CUDAGraphMode`.
@@ -450,7 +463,8 @@ class ActingGraphs:
         """The step runs without a graph. Only the first graph that it would have used counts; after some such steps it is recorded."""
         if self._has_missed or key in self._impossible or self.bytes_each > self._limit or self.fixed is not None:
             return
-        if self._kernel(key[0]) is None:
+        kernel = self._kernel(key[0])
+        if kernel is None or (self._has_strangers and kernel.operations > _STRANGERS_OPERATIONS):
             return
         self._has_missed = True
         count = self._missed.pop(key, 0) + 1
@@ -458,7 +472,7 @@ class ActingGraphs:
         if len(self._missed) > _REMEMBERED:
             self._missed.popitem(last=False)
         if count >= self._patience.get(key, _PATIENCE) and key not in self._due:
-            self._due.append(key)
+            self._due = [*self._due[1 - _MOST_DUE :], key]
 
     # Recording.
 
@@ -478,8 +492,9 @@ class ActingGraphs:
 
     def record_due(self) -> None:
         """Record the graphs that the coming step is likely to need. To be called between two steps, after `begin_step`."""
-        due = [key for key in self._due if key[0] == self.acting]
-        self._due = [key for key in self._due if key[0] != self.acting]
+        due = [key for key in self._due if key[0] == self.acting][: 1 if self._has_strangers else None]
+        self._due = [key for key in self._due if key not in due]
+        self._pause = _STRANGERS_PAUSE
         for key in due:
             self._missed.pop(key, None)
             while (len(self._recorded) + 1) * self.bytes_each > self._limit:

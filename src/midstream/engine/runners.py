@@ -85,9 +85,9 @@ class Runner:
         """Call the host in watched steps; for logits and samples only if it says that the step is traced."""
         raise NotImplementedError
 
-    def prepare(self, watched: Watch, acting: Acting = NOTHING) -> None:
-        """Prepare the coming step, in which plans act at the sites `acting`."""
-        if self.graphs is not None and self.graphs.begin_step(acting):
+    def prepare(self, watched: Watch, acting: Acting = NOTHING, has_strangers: bool = False) -> None:
+        """Prepare the coming step. Arguments as of `ActingGraphs.begin_step`."""
+        if self.graphs is not None and self.graphs.begin_step(acting, has_strangers):
             self.watch(Watch.NOTHING)  # vLLM records by steps of its own
             self.graphs.record_due()
         self.watch(watched)
@@ -407,8 +407,8 @@ class V2Runner(Runner):
         zeroer = SimpleNamespace(zero_block_ids=clear, warmup=lambda num_kv_blocks: None)
         Replacement(f"{self._RUNNER}.kv_block_zeroer", self.runner, zeroer).switch(True)
 
-    def prepare(self, watched: Watch, acting: Acting = NOTHING) -> None:
-        super().prepare(watched, acting)
+    def prepare(self, watched: Watch, acting: Acting = NOTHING, has_strangers: bool = False) -> None:
+        super().prepare(watched, acting, has_strangers)
         StepMode.may_replay = self._may_replay if acting and self.graphs is not None else None
 
     def _may_replay(self, manager: Any, kind: str, descriptor: Any) -> bool:

@@ -350,7 +350,9 @@ class Worker(PlatformWorker):
             for one in chain.from_iterable(programs.get(point, {}).values()):
                 one.warm_up(flat(hidden))
 
-        return Kernel(edit, warm_up)
+        return Kernel(
+            edit, warm_up, sum(one.bank.launches for of_point in programs.values() for one in chain(*of_point.values()))
+        )
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -366,7 +368,7 @@ class Worker(PlatformWorker):
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # a step like the last one adds only these lines
             watches = plans.step_is_planned or plans.edits or traces.may_have_written
-            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, self.plans.acting)
+            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, plans.acting, plans.has_strangers)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
@@ -376,7 +378,7 @@ class Worker(PlatformWorker):
             self._runner.prepare(Watch.NOTHING)
             return super().execute_model(scheduler_output)
         off_graph = self._schedule(scheduler_output)
-        self._runner.prepare(Watch.ALL, self.plans.acting)
+        self._runner.prepare(Watch.ALL, plans.acting, plans.has_strangers)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
         traced = traces.acts_in_forward

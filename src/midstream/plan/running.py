@@ -167,6 +167,11 @@ class ProgramBank:
             else:
                 self._banks[slot] = torch.zeros(capacity, dtype=value.dtype, device=device)
 
+    @property
+    def launches(self) -> float:
+        """Of one run, as of `plan.work.Work`."""
+        return self._program.work.launches
+
     def put(self, place: int, program: Program) -> None:
         """Make the rows with this place use `program`."""
         for slot, value in program.form.slots.items() if self.capacity > 1 else ():

@@ -48,7 +48,7 @@ _WEIGHT_OF = {name: weight for weight, names in _WEIGHTS.items() for name in nam
 # for PyTorch's warning about the variance of a single number.
 _LAUNCHES = {
     2: "nansum slice_scatter select_scatter isinf isposinf isneginf native_layer_norm copysign",
-    3: "where count_nonzero gather scatter scatter_add index index_put index_select embedding",
+    3: "isfinite where count_nonzero gather scatter scatter_add index index_put index_select embedding",
     4: "sort argsort topk kthvalue median",
     5: "var std",
     6: "logsumexp",

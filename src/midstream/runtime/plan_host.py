@@ -141,6 +141,7 @@ class PlanHost:
         self._due: list[PlannedRequest] = []  # their rows may be due to be sent after the step
         self._editing = 0  # requests whose plan has edits
         self._probed = 0  # requests with probes
+        self._strangers = 0  # requests with plans from HTTP
         self._scores: StepScores | None = None  # of the running step, if some stage has any in it
         self._scoring = set[int]()  # the stages that have
         self._score_link = ScoreLink(pipeline.rank, pipeline.size, link)
@@ -155,6 +156,11 @@ class PlanHost:
     def is_idle(self) -> bool:
         """Whether no request that this worker knows has a plan."""
         return not self._requests
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether a request is alive whose plan came from HTTP."""
+        return self._strangers > 0
 
     @property
     def edits(self) -> bool:
@@ -524,6 +530,7 @@ class PlanHost:
         )
         self._editing += bool(plan.edits)
         self._probed += scores is not None
+        self._strangers += payload.shares
         if plan.captures:
             self._capturing += 1
             self.captures.begin(name, payload, plan, prompt)
@@ -588,6 +595,7 @@ class PlanHost:
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request, error = self._requests.pop(name), self._failed.pop(name, error)
         self._editing -= bool(request.loaded.plan.edits)
+        self._strangers -= request.payload.shares
         if request.loaded.knockouts is not None:
             self._cuts.end(name)
         if request.scores is not None:
