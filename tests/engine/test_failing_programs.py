@@ -89,6 +89,16 @@ def test_a_program_that_raises_ends_its_request_alone(engine: VLLM, kind: str) -
     assert [values(o) for o in again] == [values(o) for o in expected], "nothing of the failure is in the prefix cache"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compute as fast with such numbers")
+def test_numbers_too_small_to_be_normal_are_zero_on_a_cpu(engine: VLLM) -> None:
+    """Seen before: an edit that multiplies by 1e-41 slowed all later products with weights by up to 200 times, for all in the step."""
+    tiny = Apply("resid_pre", layers=0, program=made(("mul.Tensor", (INPUT, 1e-41))))
+    plan = [tiny, Capture("resid_pre", layers=[0, 5], positions="all_prompt", when="after")]
+    (output,) = engine.generate([LONG * 9], plan=plan, max_tokens=1)
+    for layer in (0, 5):
+        assert not output.captures["resid_pre", layer].any()
+
+
 def test_indices_that_nothing_bounds_are_refused_by_the_engine(engine: VLLM) -> None:
     """A client that believes in them sends them."""
     broken = [Apply("resid_post", layers=3, program=trusting_program(HIDDEN))]

@@ -21,6 +21,7 @@ import http.client
 import itertools
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -504,17 +505,15 @@ def served(arguments: argparse.Namespace, directory: Path) -> Iterator[Any]:
     if not arguments.cpu:
         flags += ["--no-enforce-eager", "--dtype", "bfloat16", "--max-num-seqs", "256"]
         flags += ["--kv-cache-memory-bytes", str(1 << 30)]
-    with serving(directory, *flags, stock=False, is_forked=False, **ENVIRONMENT) as server:
+    with serving(directory, *flags, stock=False, is_forked=arguments.cpu, **ENVIRONMENT) as server:
         yield server
 
 
 def engine_of(server: Any) -> int:
-    """The id of the engine's process."""
-    from servers import processes
+    """The id of the process that computes: the largest one."""
+    from servers import memory, processes
 
-    found = [pid for pid, name in processes(server).items() if name.startswith("VLLM::EngineCor")]
-    assert len(found) == 1, processes(server)
-    return found[0]
+    return max(processes(server), key=memory)
 
 
 def questions(server: Any, edge: float) -> list[Any]:
@@ -552,6 +551,7 @@ def gauges(server: Any) -> dict[str, float]:
 
 def main() -> int:
     arguments = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends, too
     device = "cpu" if arguments.cpu else "cuda"
     print(f"seed {arguments.seed}, {device}, {arguments.runner}", flush=True)
     makers = Makers(arguments.seed, device)

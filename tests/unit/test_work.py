@@ -223,6 +223,26 @@ def test_a_weight_of_one_for_all_operations_would_be_found(one_thread: None, mon
     assert kept is not None and removed is not None and removed.ratio > 8 * kept.ratio and kept.ratio < 2
 
 
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        costly_plans.Candidate("logit.default", (512,), "float64", 16, 2, seed=244),
+        costly_plans.Candidate("gelu.default", (512,), "float64", 200, 16, "mixed", seed=532),
+        costly_plans.Candidate("mm.default", (512,), "float32", 16, 2, "denormal", seed=154),
+    ],
+    ids=lambda candidate: candidate.op,
+)
+def test_what_a_search_found_takes_no_longer_than_charged(one_thread: None, candidate: costly_plans.Candidate) -> None:
+    """Seen before: 1.5 times its charge, 2.6 times, and 11 times."""
+
+    def ratio() -> float:
+        found = costly_plans.measured(candidate, torch.device("cpu"), 1.0)
+        assert found is not None
+        return found.ratio
+
+    assert least(ratio, 0.8) < 0.95
+
+
 def test_views_count_at_their_whole_size_and_empty_results_count() -> None:
     view = [("slice.Tensor", (INPUT, 1, 0, 1)), ("expand.default", (Ref(0), (RowCount(1), 1000)))]
     expanded = program(*view, ("neg.default", (Ref(1),)), result=INPUT)

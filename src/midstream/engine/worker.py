@@ -150,6 +150,13 @@ class Worker(PlatformWorker):
     _find_not_finite: FindNotFinite | None = None  # of the current step, if a request in it has edits or a trace
     _scores: Callable[[], StepResults] | None = None  # of the current step, if a request in it has probes
 
+    def init_device(self) -> None:
+        if current_platform.is_cpu():
+            # Below 1e-38 numbers become zero. Else a plan that makes a value so small slows each product with the model's weights by two
+            # hundred times, also for others in the step. Threads inherit this, so it comes before vLLM makes them.
+            torch.set_flush_denormal(True)
+        super().init_device()
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
         apply_replacements(Role.WORKER)

@@ -32,13 +32,14 @@ READ_WEIGHT = 0.25  # of a number of a matrix that all rows share
 # The weights of slower operations: sorting, selection, and arithmetic with denormal or infinite numbers.
 _WEIGHTS = {
     256.0: "cumsum cumprod cummax cummin logcumsumexp",  # a GPU computes them one number after another along all axes but the last
-    64.0: "logit sort argsort std var",
+    128.0: "logit",
+    64.0: "sort argsort std var",
     32.0: "topk kthvalue median floor_divide remainder fmod div_mode sinc sqrt erfinv digamma",
     16.0: """
-        logsumexp tan sin cos log log2 log10 asinh acosh asin acos atan lgamma erfc pow mish tanh xlogy exp argmax argmin sinh cosh
+        gelu logsumexp tan sin cos log log2 log10 asinh acosh asin acos atan lgamma erfc pow mish tanh xlogy exp argmax argmin sinh cosh
     """,
     4.0: """
-        erf softplus gelu atanh celu elu selu log_sigmoid_forward logaddexp logaddexp2 heaviside aminmax expm1 atan2 hypot log1p div
+        erf softplus atanh celu elu selu log_sigmoid_forward logaddexp logaddexp2 heaviside aminmax expm1 atan2 hypot log1p div
         count_nonzero max min any all index index_put index_select embedding gather scatter scatter_add _log_softmax _softmax log_softmax
         softmax sigmoid silu trunc square where amin amax flip roll prod norm linalg_vector_norm
     """,
