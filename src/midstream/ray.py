@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -66,6 +66,7 @@ def collect(
     id_column: str | None = None,
     shard_bytes: int | None = None,
     skip_special_tokens: bool = False,
+    on_bad: Literal["raise", "skip", "truncate"] = "raise",
     lora_request: Any = None,
     **params: Any,
 ) -> ray.data.Dataset:
@@ -78,6 +79,8 @@ def collect(
         prompts: a Dataset with a column of prompts (text, token ids or chat messages); or prompts, whose ids are their numbers from 0.
         model: a path or name, as for `midstream.VLLM`.
         plan, shard_bytes, skip_special_tokens, params: as in `model.collect`.
+        on_bad: as in `model.collect`. With "raise", a prompt that the model cannot take fails its batch. Each actor logs how many it left
+            out or cut.
         to: a directory that all nodes share, for this model and this plan only.
         concurrency: how many engines.
         engine: arguments of `midstream.VLLM`, or of `LanguageModel`.
@@ -88,8 +91,9 @@ def collect(
         lora_request: the adapter of all prompts, on vLLM. All nodes find it under its path. Engines get `enable_lora=True`.
 
     Returns:
-        a Dataset with a row for each prompt that has run: its `id`, and the number of `rows` and `bytes` that were written. Both are 0 if
-        the actor that wrote them has died. Rows of generated tokens count as if each prompt generated `max_tokens`.
+        a Dataset with a row for each prompt that has run or was left out: its `id`, and the number of `rows` and `bytes` that were written.
+        Both are 0 if `on_bad` left the prompt out, or if the actor that wrote them has died. Rows of generated tokens count as if each
+        prompt generated `max_tokens`.
 
     Raises:
         CaptureError: the directory contains other captures. Also raised at the end if batches failed (for example, a prompt is too
@@ -98,7 +102,7 @@ def collect(
         ray.exceptions.RayError: an engine did not start.
     """
     to, engine = Path(to).expanduser().absolute(), dict(engine or {})
-    options: dict[str, Any] = {"shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens}
+    options: dict[str, Any] = {"shard_bytes": shard_bytes, "skip_special_tokens": skip_special_tokens, "on_bad": on_bad}
     Collection(None, [], plan, to, sampling(params, 1), **options)  # raises
     argument: AdapterArgument | None = "lora_request" if backend == "vllm" else None
     adapter, _ = adapter_in({"lora_request": lora_request}, argument)  # raises
@@ -117,7 +121,7 @@ def collect(
     _begin(to, job)
     listing = Listing(to)
     listing.refresh()
-    missing = _missing(prompts, prompt_column, id_column, listing.digests)
+    missing = _missing(prompts, prompt_column, id_column, listing.digests, on_bad == "raise")
     missing = missing.repartition(target_num_rows_per_block=batch_size).materialize()
     if num_gpus is None:
         num_gpus = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
@@ -206,10 +210,12 @@ def _begin(to: Path, job: Mapping[str, Any]) -> None:
         )
 
 
-def _missing(prompts: Any, prompt_column: str, id_column: str | None, there: Mapping[str, str]) -> ray.data.Dataset:
-    """The prompts whose ids are not `there`, with the columns of ASKED."""
+def _missing(
+    prompts: Any, prompt_column: str, id_column: str | None, there: Mapping[str, str], checked: bool = True
+) -> ray.data.Dataset:
+    """The prompts whose ids are not `there`, with the columns of ASKED. `checked`: as of `prompts_of`."""
     if not isinstance(prompts, ray.data.Dataset):
-        each = enumerate(prompts_of(prompts)[0])
+        each = enumerate(prompts_of(prompts, checked=checked)[0])
         asked = [{"id": str(i), "prompt": _as_json(prompt)} for i, prompt in each if str(i) not in there]
         return ray.data.from_arrow(pa.Table.from_pylist(asked, ASKED))
     if id_column is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import tiny_models
 import torch
 
-from midstream import Capture, LanguageModel
+from midstream import Capture, LanguageModel, Plan
 from midstream.capture.directory import open_captures
 from midstream.commands.collect import main
 from midstream.errors import MidstreamError, ParameterError, PromptError
@@ -190,6 +191,20 @@ def test_activations_leave_out_bad_prompts(model: LanguageModel, on_bad: str, ma
 def test_activations_of_bad_prompts_alone_end(model: LanguageModel) -> None:
     with pytest.raises(MidstreamError, match="no rows"):
         next(model.activations([None, []], "resid_post", 1, on_bad="skip", epochs=None))
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "truncate"])
+def test_an_actor_of_ray_leaves_out_bad_prompts(model: LanguageModel, tmp_path: Path, on_bad: str) -> None:
+    actor = pytest.importorskip("midstream.ray")
+    plan = Plan.of(Capture("resid_post", layers=1, positions="all_prompt")).to_json()
+    engine = actor.Engine(lambda: model, {"plan": plan, "to": str(tmp_path), "on_bad": on_bad})
+    asked = {"good": GOOD, "none": None, "empty": [], "long": LONG, "other": OTHER}
+    given = [[*asked], [json.dumps(prompt) for prompt in asked.values()]]
+    rows = {
+        row["id"]: row["rows"] for row in engine(actor.pa.table(given, actor.ASKED)).to_pylist() if not row["error"]
+    }
+    left = {"good": 3, "other": 2} | ({"long": tiny_models.MAX_POSITIONS} if on_bad == "truncate" else {})
+    assert rows == {**dict.fromkeys(asked, 0), **left} and {*open_captures(tmp_path)} == {*left}
 
 
 def test_other_values_of_on_bad_are_refused(model: LanguageModel, tmp_path: Path) -> None:

@@ -86,6 +86,12 @@ def test_the_driver_gets_counts_and_no_rows(job: tuple[Path, dict[str, Any]]) ->
         assert counts[name] == {"rows": rows, "bytes": rows * 256 * 4}
 
 
+def test_a_job_leaves_out_bad_prompts(job: tuple[Path, dict[str, Any]]) -> None:
+    rows = {row["id"]: row["rows"] > 0 for row in job[1]["left"]}
+    assert rows == {"0": True, "1": False, "2": False, "3": True}
+    assert {*open_captures(job[0] / "left")} == {"0", "3"}
+
+
 def test_a_finished_job_starts_no_engine(job: tuple[Path, dict[str, Any]]) -> None:
     assert job[1]["again"] == {"list": 0, "dataset": 0}
 

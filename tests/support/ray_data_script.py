@@ -83,6 +83,9 @@ def main(directory: Path, engine: dict[str, Any]) -> None:
     killed, removed = list[int](), list[int]()
     threading.Thread(target=lose, args=(directory / "killed", 0, kill, killed), daemon=True).start()
     of_killed = midstream.ray.collect(prompts(), to=directory / "killed", **given, **on_transformers).take_all()
+    bad = [prompts()[0], None, [], prompts()[1]]
+    some: dict[str, Any] = {**given, **on_transformers, "concurrency": 1, "on_bad": "skip"}
+    left = midstream.ray.collect(bad, to=directory / "left", **some).take_all()
     rows = directory / "rows"
     threading.Thread(target=lose, args=(rows, 5, remove_node, removed), daemon=True).start()
     first = midstream.ray.collect(prompts(), to=rows, engine=engine, **given).take_all()
@@ -116,7 +119,7 @@ def main(directory: Path, engine: dict[str, Any]) -> None:
         ),
     }
     came = {"first": first, "again": again, "asked": asked, "chat": chat, "errors": errors}
-    came |= {"of killed": of_killed, "killed": killed, "removed": removed}
+    came |= {"of killed": of_killed, "left": left, "killed": killed, "removed": removed}
     (directory / "came.json").write_text(json.dumps(came))
     ray.shutdown()
     cluster.shutdown()

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 from midstream.errors import PlanError
+from midstream.memory import Memory
 from midstream.plan import wire
 from midstream.plan.program import Program
 from midstream.plan.steps import INPUT, Constant, DType, Ref, Step
@@ -38,7 +39,7 @@ def trusting_program(width: int) -> Program:
         ("scatter_add.default", (Ref(0), 1, Ref(0), Ref(2))),
         ("gather.default", (INPUT, 1, Ref(3))),
     ]
-    with mock.patch.object(rowwise, "_within", lambda *_: None), mock.patch.dict(checking._known):
+    with mock.patch.object(rowwise, "_within", lambda *_: None), mock.patch.object(checking, "_known", Memory()):
         return program(*steps, width=width)
 
 

@@ -46,6 +46,7 @@ LEAVES = {
     "settings",
     "bundled",
     "hooks",
+    "memory",
     "plots",
     "progress",
     "queues",

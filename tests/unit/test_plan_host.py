@@ -353,6 +353,15 @@ def test_images_at_rest_are_bounded_by_the_profiles_that_they_have(steps, monkey
     assert not steps.host._loaded._idle and not steps.tables.profiles
 
 
+def test_images_at_rest_are_bounded_by_their_plans(steps):
+    """A plan may list many positions, and change few rows: 128 such plans took gigabytes."""
+    plan = Plan.of([Patch("resid_post", layer=0, position=p, source="zeros", alpha=0.5) for p in range(100)])
+    data = packed(plan)
+    loaded = steps.host._loaded.take(PlanRequest(data, LAYERS), 100, None)
+    on_device = sum(each.nbytes for each in loaded.slots.kept) + loaded.profile_count * loaded.slots.profile_bytes
+    assert loaded.size - on_device >= len(data) + 100 * 500
+
+
 def test_a_refused_request_holds_no_lease(steps):
     """Of two runs one is gone: the other one is not held for ever."""
     here, gone = (RecordedRun(name, name, tuple(PROMPT), ("resid_post",), (0,), (0,)) for name in ("here", "gone"))

@@ -6,9 +6,11 @@ Stages are threads with real links between them; what is expected is a closed fo
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +24,17 @@ from test_link import linked
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.capture.rows import Rows
 from midstream.errors import CaptureError, NeverReachedError, PlanError
+from midstream.memory import Memory
 from midstream.plan.captures import Planes
 from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.ops.edit import point_of
-from midstream.plan.values import Named, RecordedRun
+from midstream.plan.program import Program
+from midstream.plan.steps import INPUT, Ref, Step
+from midstream.plan.values import Apply, Named, RecordedRun
 from midstream.requests.vectors_and_runs import Runs, run_now
 from midstream.runtime.planned import Sources
 from midstream.runtime.points import Pipeline
-from midstream.runtime.request import Memory, plan_bytes
+from midstream.runtime.request import packed, plan_bytes, unpacked
 from midstream.runtime.sending import LocalSinks
 from midstream.runtime.store import Run, RunStore
 
@@ -399,6 +404,38 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
     held = [*keys._starts, *keys._stops, *keys._within, *keys._after]
     real = sum(map(sys.getsizeof, held))
     assert 0.5 * real < keys.size < 2 * real
+
+
+def adding(number: int) -> Apply:
+    """A program of 100 operations that no other number has, without constants."""
+    steps = [Step("add.Tensor", (Ref(i - 1), INPUT), (("alpha", 1000 * number + i),)) for i in range(100)]
+    return Apply("resid_post", layers=0, program=Program(WIDTH, "float32", tuple(steps), Ref(99)))
+
+
+def test_plans_with_long_programs_take_the_memory_that_they_are_counted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation takes ten times its bytes on the wire, and any API key may send one plan after the other."""
+    budget, given = 200_000, [packed(Plan.of(adding(number))) for number in range(21)]
+    monkeypatch.setattr("midstream.runtime.request._read", Memory(budget))
+    unpacked(given[0])
+    tracemalloc.start()
+    try:
+        for data in given[1:]:
+            unpacked(data)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < budget
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_facts_about_programs_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on their number would be none: a client may send a program with arguments of 600 KB."""
+    known, found = Memory[Any](300_000), Memory[Any](300_000)
+    monkeypatch.setattr("midstream.plan.checking._known", known)
+    monkeypatch.setattr("midstream.plan.checking._found", found)
+    for number in range(20):
+        adding(number)
+    assert 1 <= len(known) <= 3
+    assert 100 <= len(found) <= 300 and found.size <= 300_000
 
 
 # ------------------------------------------------------------------------------------------------------------ admission

@@ -23,6 +23,7 @@ from written_programs import program
 from midstream import Capture, Patch, Plan, Probe, Steer, When
 from midstream.engine.admission import Readers
 from midstream.errors import PlanError
+from midstream.memory import Memory
 from midstream.plan.compile import PlanKeys, compile_plan
 from midstream.plan.program import Program, written_constant, written_program
 from midstream.plan.steps import INPUT, Const, Constant, Ref, RowCount, Step
@@ -218,7 +219,7 @@ def test_a_weight_of_one_for_all_operations_would_be_found(one_thread: None, mon
     candidate = costly_plans.Candidate("sort.default", (4096,), times=16, rows=4, seed=1)
     kept = costly_plans.measured(candidate, torch.device("cpu"), 1.0)
     monkeypatch.setattr("midstream.plan.work._WEIGHT_OF", {})
-    monkeypatch.setattr("midstream.plan.checking._known", {})
+    monkeypatch.setattr("midstream.plan.checking._known", Memory())
     removed = costly_plans.measured(candidate, torch.device("cpu"), 1.0)
     assert kept is not None and removed is not None and removed.ratio > 8 * kept.ratio and kept.ratio < 2
 

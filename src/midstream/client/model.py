@@ -469,6 +469,7 @@ class TraceModel(Sizes):
         ids: Iterable[Any],
         shard_bytes: int | None = None,
         skip_special_tokens: bool = False,
+        on_bad: Literal["raise", "skip", "truncate"] = "raise",
         **params: Any,
     ) -> dict[str, tuple[int, int]]:
         """`collect` for one of several engines that share a job, such as an actor of `midstream.ray`: it shows no progress, and leaves the
@@ -476,17 +477,19 @@ class TraceModel(Sizes):
 
         Args:
             prompts: run at once.
-            plan, to, ids, shard_bytes, skip_special_tokens, params: as in `collect`.
+            plan, to, ids, shard_bytes, skip_special_tokens, on_bad, params: as in `collect`.
 
         Returns:
-            the rows and bytes of each prompt that has run, by its id; without those that the directory has.
+            the rows and bytes of each prompt that has run, by its id; without those that the directory has, and those left out.
 
         Raises the errors of `collect`.
         """
         _refuse_in_trace("collect_batch")
         options = {"plan": plan, "to": to, "ids": ids, "shard_bytes": shard_bytes}
-        options["skip_special_tokens"] = skip_special_tokens
-        invokes, sizes = self._collection("collect_batch", prompts, params, **options).missing()
+        options |= {"skip_special_tokens": skip_special_tokens, "on_bad": on_bad}
+        collection = self._collection("collect_batch", prompts, params, **options)
+        invokes, sizes = collection.missing()
+        collection.check.tell()
         if invokes:
             self._finish(self._results(self._run(invokes)))
         names = [invoke.collected.id for invoke in invokes if invoke.collected]

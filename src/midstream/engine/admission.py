@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
+from midstream.memory import Memory
 from midstream.plan import fields
 from midstream.plan.ops.final import check_final
 from midstream.plan.strangers import check_strangers
 from midstream.plan.values import Capture, Intervention, ModelFacts, Plan, check, counted_from_0
-from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
+from midstream.runtime.request import Envelope, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
 T = TypeVar("T")

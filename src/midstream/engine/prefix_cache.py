@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from midstream.engine.plugin import Replacement
 from midstream.errors import PlanError
+from midstream.memory import Memory
 from midstream.plan.compile import PlanKeys, lowest_captured
-from midstream.runtime.request import Memory, PlanRequest, has_open_names, may_be_gone, share
+from midstream.runtime.request import PlanRequest, has_open_names, may_be_gone, share
 
 _COORDINATOR = "vllm.v1.core.kv_cache_manager.KVCacheManager.coordinator"
 

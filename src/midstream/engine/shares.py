@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from midstream.errors import PlanError
+from midstream.memory import Memory
 from midstream.plan.strangers import step_work
 from midstream.plan.work import STEP_SECONDS, StepWork
-from midstream.runtime.request import Memory, PlanRequest
+from midstream.runtime.request import PlanRequest
 
 FEW = 16  # tokens: a request with no more of them is in each step in which a prompt has to be cut
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.errors import PlanError
+from midstream.memory import ENTRY_BYTES, ITEM_BYTES, Memory, items_in
 from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import (
     BY_LAYOUT,
@@ -47,10 +49,10 @@ _WITH_VECTOR = ELEMENTWISE - BY_LAYOUT  # operations for which each row may have
 # Operations whose second argument may be a number of its own for each row.
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _WITH_NUMBER = frozenset("add sub mul div".split()) | _COMPARISONS
-_MOST_KNOWN = 1024
-_known: dict[str, Checked] = {}  # the facts about programs by their structure
-_MOST_FOUND, _FEW = 1 << 12, 4
-_found: dict[Any, Any] = {}  # results without numbers, by the operation and the shapes and dtypes of its arguments
+_STEP_BYTES = 2 * ENTRY_BYTES  # what a step takes in `_known`, or a result in `_found`
+_known: Memory[Checked] = Memory()  # the facts about programs by their structure
+_FEW = 4
+_found: Memory[Any] = Memory()  # results without numbers, by the operation and the shapes and dtypes of its arguments
 _PRODUCTS = frozenset(f"{name}.default" for name in ("mm", "mv", "addmm", "bmm"))
 _SLOWER = {torch.float32: 1.0, torch.bfloat16: 4.0, torch.float64: 2.0}  # products of these numbers
 _SLOWEST = 24.0  # products of float16 and whole numbers on a CPU
@@ -128,15 +130,16 @@ class Checker:
     def _without_numbers(self, func: Any, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the operation returns on the meta device; of many operations PyTorch computes it in slow Python code."""
         key = self._rows, op, _spec(tuple(args)), tuple((name, _spec(kwargs[name])) for name in sorted(kwargs))
-        found = _found.get(key)
-        if found is None:
+
+        def find() -> Any:
             named = {name: self._plain(each) for name, each in kwargs.items()}
-            found = func(*map(self._plain, args), **named, **on_device(op, "meta"))
-            if len(_found) >= _MOST_FOUND:
-                _found.clear()
-            if not isinstance(found, (tuple, list)) or len(found) <= _FEW:
-                _found[key] = found
-        return found
+            return func(*map(self._plain, args), **named, **on_device(op, "meta"))
+
+        def size(found: Any) -> int:
+            results = len(found) if isinstance(found, (tuple, list)) else 1
+            return results * _STEP_BYTES + ITEM_BYTES * items_in(key) if results <= _FEW else sys.maxsize
+
+        return _found.get(key, find, size)
 
     def _check_count(self, step: Step, call: OpCall) -> None:
         """Raise PlanError for too many results. Each costs time to make, also if it is empty."""
@@ -304,12 +307,12 @@ def checked(program: Any) -> Checked:
     key = json.dumps([program.width, program.inputs, program.dtype, written(program.result)])
     key += json.dumps([[step.op, _shape_of(step.args), _shape_of(step.kwargs)] for step in program.steps])
     key += json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
-    if key not in _known:
-        found = [_checked(program, rows) for rows in _CHECKED_ROWS]
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = found[0]
-    return _known[key]
+
+    def check() -> Checked:
+        found, *_ = [_checked(program, rows) for rows in _CHECKED_ROWS]
+        return found
+
+    return _known.get(key, check, lambda _: len(key) + _STEP_BYTES * len(program.steps))
 
 
 def _shape_of(arg: Any) -> Any:

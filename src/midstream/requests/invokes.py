@@ -39,6 +39,7 @@ from midstream.errors import (
     RequestErrorGroup,
     TraceError,
 )
+from midstream.memory import Memory
 from midstream.plan.captures import Planes
 from midstream.plan.compile import plane_width, reads_of
 from midstream.plan.selections import NO_POSITIONS
@@ -55,7 +56,7 @@ from midstream.plan.values import (
 )
 from midstream.requests.arguments import Answers, Prompt, encode, is_multimodal, offsets_of
 from midstream.requests.vectors_and_runs import Runs, Vectors
-from midstream.runtime.request import Memory, plan_bytes
+from midstream.runtime.request import plan_bytes
 from midstream.trace.block import Block
 from midstream.trace.code import BlockProgram, Outcome, TraceProgram
 from midstream.trace.tracer import Result

@@ -27,7 +27,7 @@ from midstream.plan.values import Plan, RecordedRun
 from midstream.ranks.link import Link
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.programs import ProgramAt, all_programs, programs_at
-from midstream.runtime.request import PlanRequest, has_open_names
+from midstream.runtime.request import PlanRequest, has_open_names, plan_bytes
 from midstream.runtime.scores import RequestScores
 from midstream.runtime.store import RunStore
 from midstream.runtime.tables import ProfileSlots, Tables
@@ -35,7 +35,7 @@ from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
 _IDLE = 128  # plans without a request that stay loaded
-_IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
+_IDLE_BYTES = 64 << 20  # that they may hold, on the device and as plans
 _PAGE_BYTES = 256 << 10
 _PAGE_ROWS = 4, 64  # the fewest and the most rows of a page; between them, `_PAGE_BYTES` decides
 _FIRST_SLOTS = 64
@@ -155,8 +155,9 @@ class LoadedPlan:
 
     @cached_property
     def size(self) -> int:
-        """Bytes that it holds on the device, with an entry of each of its profiles for every point."""
-        return sum(tensor.nbytes for tensor in self.slots.kept) + self.profile_count * self.slots.profile_bytes
+        """Bytes that it holds: on the device, with an entry of each of its profiles for every point, and of its plan."""
+        on_device = sum(tensor.nbytes for tensor in self.slots.kept) + self.profile_count * self.slots.profile_bytes
+        return on_device + plan_bytes(self.plan) + (len(self.key[0]) if self.key is not None else 0)
 
 
 class LoadedPlans:

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from midstream.errors import PlanError
+from midstream.memory import ENTRY_BYTES, ITEM_BYTES, Memory, items_in
 from midstream.plan import fields
 from midstream.plan.captures import Reading
 from midstream.plan.probes import ProbeStop, ScoreChunk
@@ -41,10 +40,6 @@ _RESERVED = {
     "shares",
 }  # what an Envelope has beside the plan
 _SUFFIX = re.compile("-[0-9a-f]{8}$")
-BYTES = 64 << 20
-_ENTRY_BYTES = 512  # what an entry, or an intervention, costs beside its numbers
-_POSITION_BYTES = 64
-V = TypeVar("V")
 
 
 class Envelope(dict[str, Any]):
@@ -68,52 +63,15 @@ def _carried(sampling_params: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------ caching
 
 
-class Memory(Generic[V]):
-    """Values by key, within a number of bytes; the least recently used are dropped first. Requests bring the same plans again.
-
-    Args:
-        budget: bytes that keys and values may take together; what is larger is not kept at all.
-    """
-
-    def __init__(self, budget: int = BYTES) -> None:
-        self._budget = budget
-        self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
-        self._lock = threading.Lock()
-        self.size = 0
-
-    def get(self, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
-        """The value of `key`, made if it is not known; `size` tells the bytes of both. Raises what `make` raises."""
-        with self._lock:
-            known = self._entries.get(key)
-            if known is not None:
-                self._entries.move_to_end(key)
-                return known[0]
-        value = make()
-        bytes_ = size(value) + _ENTRY_BYTES
-        with self._lock:
-            if key not in self._entries and bytes_ <= self._budget:
-                self._entries[key] = value, bytes_
-                self.size += bytes_
-            while self.size > self._budget:
-                self.size -= self._entries.popitem(last=False)[1][1]
-        return value
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 def plan_bytes(plan: Plan) -> int:
     """About what a plan takes in memory."""
     total = 0
     for item in plan.interventions:
         listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
-        total += _ENTRY_BYTES + _POSITION_BYTES * sum(map(len, listed))
+        total += ENTRY_BYTES + ITEM_BYTES * sum(map(len, listed))
         for part in (item, *item.parts):
             if isinstance(part, Edit) and (program := part.its_program) is not None:
-                total += program.nbytes
+                total += program.nbytes + ITEM_BYTES * items_in(program.steps)
     return total + sum(value.data.nbytes for value in plan.values() if isinstance(value, Vector))
 
 

@@ -1,0 +1,55 @@
+"""A cache with a budget in bytes. Clients choose its keys and values, so a limit on their number would not limit the memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+BYTES = 64 << 20
+ENTRY_BYTES = 512  # what an entry, or an object with several attributes, takes beside its numbers
+ITEM_BYTES = 64  # what an item of a tuple takes
+V = TypeVar("V")
+
+
+class Memory(Generic[V]):
+    """Values by key, within a number of bytes; the least recently used are dropped first. Requests bring the same plans again.
+
+    Args:
+        budget: bytes that keys and values may take together; what is larger is not kept at all.
+    """
+
+    def __init__(self, budget: int = BYTES) -> None:
+        self._budget = budget
+        self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.size = 0
+
+    def get(self, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
+        """The value of `key`, made if it is not known; `size` tells the bytes of both. Raises what `make` raises."""
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries.move_to_end(key)
+                return known[0]
+        value = make()
+        bytes_ = size(value) + ENTRY_BYTES
+        with self._lock:
+            if key not in self._entries and bytes_ <= self._budget:
+                self._entries[key] = value, bytes_
+                self.size += bytes_
+            while self.size > self._budget:
+                self.size -= self._entries.popitem(last=False)[1][1]
+        return value
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def items_in(value: Any) -> int:
+    """How many items tuples contain, with those of the tuples in them."""
+    return len(value) + sum(map(items_in, value)) if isinstance(value, tuple) else 0
