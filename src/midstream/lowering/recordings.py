@@ -10,9 +10,8 @@ A recording of many steps also serves requests with fewer steps: the code is kno
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +20,6 @@ from midstream.trace.graph import same_steps
 from midstream.trace.record import Model, Recording, fingerprint, record
 from midstream.trace.shipping import ShippedCode, unship
 from midstream.trace.stand_in import is_plain
-from midstream.trace.weights import Weight, on_device
 
 T = TypeVar("T")
 Place = tuple[int, int]  # a request, and which of its programs
@@ -98,22 +96,19 @@ class Recorder:
     """Records the programs of a call.
 
     Args:
-        programs: of each request, which `code` has in the form to send.
+        places: for each request's programs, the place of the first equal one.
+        held: the weights of the code, by digest.
 
     Attributes:
-        places: for each request's programs, the place of the first equal one.
         changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
     """
 
-    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
-        self._code, self._model = code, model
+    def __init__(
+        self, places: Sequence[Sequence[Place]], code: ShippedCode, model: Model, held: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.places, self._code, self._model, self._held = places, code, model, held
         self._has_arrays = b"numpy" in code.programs
         self._are_several = sum(code.bodies) > 1
-        first: dict[Hashable, Place] = {}
-        self.places = [
-            [first.setdefault(_identity(program), (i, j)) for j, program in enumerate(own)]
-            for i, own in enumerate(programs)
-        ]
         self.changes_shared = False
         self._depends_on_length = False
         self._recorded: list[Recorded] = []  # the last one first
@@ -225,14 +220,22 @@ class Recorder:
         return record(program, self._model, length, steps, self._has_arrays, self._converted, is_known)
 
     def _copy(self) -> list[list[TraceProgram]]:
-        held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
-        return unship(self._code.programs, self._model.resolve, None, held)
+        return unship(self._code.programs, self._model.resolve, None, self._held)
 
     def _compare(self, copy: list[list[TraceProgram]]) -> None:
         """Note whether the recordings have changed the variables of `copy`."""
         if self._are_several:
             fresh, used = fingerprint(self._copy()), fingerprint(copy)
             self.changes_shared = self.changes_shared or fresh is None or fresh != used
+
+
+def places_of(programs: Sequence[Sequence[TraceProgram]]) -> list[list[Place]]:
+    """For each request's programs, the place of the first equal one."""
+    first: dict[Hashable, Place] = {}
+    return [
+        [first.setdefault(_identity(program), (i, j)) for j, program in enumerate(own)]
+        for i, own in enumerate(programs)
+    ]
 
 
 def _identity(program: TraceProgram) -> Hashable:
@@ -242,16 +245,6 @@ def _identity(program: TraceProgram) -> Hashable:
     block = program.block
     values = tuple((name, id(value)) for name, value in block.captured.items())
     return id(block.compiled), values, tuple(program.injected), tuple(program.saved), tuple(block.borrows.items())
-
-
-_weights: WeakKeyDictionary[Weight, torch.Tensor] = WeakKeyDictionary()
-
-
-def _held(weight: Weight) -> torch.Tensor:
-    """A weight's bytes as a tensor, which is copied at the first write."""
-    if weight not in _weights:
-        _weights[weight] = on_device(weight.data, None)
-    return _weights[weight]
 
 
 def _agree(one: Recording, other: Recording) -> bool:

@@ -51,6 +51,10 @@ from midstream.trace.tracer import BodyTracer, Cache
 from midstream.trace.weights import Weights
 
 
+def _always(one: Point, other: Point) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Model:
     """The facts about the model that are known before a trace runs.
@@ -61,11 +65,10 @@ class Model:
         sites: those that a plan can use inside compiled code.
         dtype, device: of its activations.
         vocab_size: the width of the logits.
-        tokenizer: returns the model's.
-        text_config: the model's transformers configuration.
+        tokenizer, text_config: return the model's tokenizer and its transformers configuration.
         holds_weights: whether its engine can hold large constants, so that requests need not carry them.
         are_together: whether one pipeline stage owns both points.
-        recorded: the latest recordings, the oldest first.
+        recorded: the latest recorded codes, the oldest first (`lowering.taping`).
     """
 
     arch: Architecture
@@ -76,14 +79,10 @@ class Model:
     vocab_size: int
     aliases: Aliases = field(default_factory=Aliases)
     tokenizer: Callable[[], Any] = lambda: None
-    text_config: Any = None
+    text_config: Callable[[], Any] = lambda: None
     holds_weights: bool = False
-    are_together: Callable[[Point, Point], bool] = lambda one, other: True
+    are_together: Callable[[Point, Point], bool] = _always
     recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
-
-    def __post_init__(self) -> None:
-        """Import the modules that operations import at their first use: the import changes a function of torch and the environment."""
-        importlib.import_module("torch._dynamo")
 
     @cached_property
     def at(self) -> dict[Key, dict[Binding, Point]]:
@@ -693,7 +692,7 @@ class _RecordedModel(ModelEnvoy):
 
     @property
     def _text_config(self) -> Any:
-        return self._config
+        return self._config()
 
 
 # The outside world.
