@@ -280,7 +280,7 @@ class RowRange(NamedTuple):
 
     plane: _Plane
     first: int
-    count: int
+    rows: int
     shape: tuple[int, ...]
 
 
@@ -303,7 +303,7 @@ class Template:
         """The rows of each plane that the values have, in the order of the values."""
         used: dict[_Plane, list[int]] = {}
         for each in self.rows:
-            used.setdefault(each.plane, []).extend(range(each.first, each.first + each.count))
+            used.setdefault(each.plane, []).extend(range(each.first, each.first + each.rows))
         return used
 
     def filled(self, planes: Mapping[_Plane, torch.Tensor]) -> Outcome:
@@ -320,7 +320,7 @@ class Template:
             # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
             numbers, offset = math.prod(each.shape), ends[each.plane] * size
             tensors.append(torch.frombuffer(block, dtype=dtype, count=numbers, offset=offset).view(each.shape))
-            ends[each.plane] += each.count
+            ends[each.plane] += each.rows
         found = wire.unpack(self.body, tensors)
         if isinstance(found, UnsendableError):
             raise found

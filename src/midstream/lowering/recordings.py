@@ -4,7 +4,7 @@ A body is recorded twice (`trace.record`) on one copy of its variables, and the 
 If the two recordings differ, the code depends on something that a recording misses: a variable that it changes, or the prompt's length. Two
 recordings of different lengths reveal the latter, and serve all lengths in between.
 
-A recording of many steps also serves requests with fewer steps: the code is known to be harmless, and is run once more to see how it ends.
+A recording of many steps also serves requests with fewer steps: the code is run once more to see how it ends.
 """
 
 from __future__ import annotations
@@ -143,16 +143,16 @@ class Recorder:
         """The recording for a request. With fewer steps than were recorded, the code may end differently."""
         recording = recorded.of(place, length)
         if recording.reason is None and steps < len(recording.steps):
-            return self.again(place, recorded.length(length), recording, steps)
+            return self.again(place, recorded.length(length), steps)
         return recording
 
-    def again(self, place: Place, length: int, known: Recording, steps: int) -> Recording:
+    def again(self, place: Place, length: int, steps: int) -> Recording:
         """Record a program with fewer steps than before."""
         key = place, length, steps
         if key in self._again:
             self._again.move_to_end(key)
         else:
-            self._again[key] = self._run(self._copy(), place, length, steps, is_known=not known.makes_numbers)
+            self._again[key] = self._run(self._copy(), place, length, steps)
             if len(self._again) > _MOST_AGAIN:
                 self._again.popitem(last=False)
         return self._again[key]
@@ -213,11 +213,9 @@ class Recorder:
                 recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
         return once, agree
 
-    def _run(
-        self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int, is_known: bool = False
-    ) -> Recording:
+    def _run(self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int) -> Recording:
         program = copy[place[0]][place[1]]
-        return record(program, self._model, length, steps, self._has_arrays, self._converted, is_known)
+        return record(program, self._model, length, steps, self._has_arrays, self._converted)
 
     def _copy(self) -> list[list[TraceProgram]]:
         return unship(self._code.programs, self._model.resolve, None, self._held)
@@ -249,9 +247,6 @@ def _identity(program: TraceProgram) -> Hashable:
 
 def _agree(one: Recording, other: Recording) -> bool:
     if one.reason is not None or other.reason is not None:
-        interrupted = [each.reason == "its code raises KeyboardInterrupt" for each in (one, other)]
-        if any(interrupted) and not all(interrupted):  # the user pressed Ctrl-C
-            raise KeyboardInterrupt
         return one.reason == other.reason
     values = [each.outcome.values for each in (one, other)]
     if all(map(is_plain, values)) and values[0] != values[1]:

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import inspect
 import io
 import os
 import pickle
@@ -28,16 +29,21 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch._compile
 
 from midstream.arch import Architecture
 from midstream.errors import MidstreamError, TraceError
 from midstream.lowering.recordings import Place
 from midstream.lowering.rowwise import NotRowwise, program_of
 from midstream.lowering.tiers import TapedCode, lowered_requests
+from midstream.plan.checking import Checked, remember
+from midstream.plan.program import Program
 from midstream.plan.steps import Constant
 from midstream.sites import Binding, Point
 from midstream.trace.code import FunctionProgram
@@ -81,7 +87,7 @@ class EndFork(NamedTuple):
 
 
 class ForCode(NamedTuple):
-    """The code of a call. Arguments as of `TapedCode`; `path`: the caller's `sys.path`."""
+    """The code of a call, without its weights' content. Arguments as of `TapedCode`; `path`: the caller's `sys.path`."""
 
     code: ShippedCode
     places: Sequence[Sequence[Place]]
@@ -146,21 +152,31 @@ class _Pickler(pickle.Pickler):
         if type(obj) is not bytes or len(obj) < _LARGE:
             return None
         for digest, held in self._known.items():
-            if held.numel() == len(obj) and obj == memoryview(held.numpy()):
+            if held.numel() == len(obj) and np.array_equal(held.numpy(), np.frombuffer(obj, np.uint8)):
                 return digest
         self.large.append(obj)
         return len(self.large) - 1
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Constant:
-            return _constant, (obj.dtype, obj.shape, obj.data, obj.digest, obj.held)
+            return _constant, tuple(getattr(obj, each.name) for each in fields(obj))
+        if type(obj) is Program:
+            return _program, (obj.checked, *(getattr(obj, each.name) for each in fields(obj)))
         return NotImplemented
 
 
 def _constant(*values: Any) -> Constant:
     """A constant that was checked where it was made."""
     made = object.__new__(Constant)
-    vars(made).update(zip(("dtype", "shape", "data", "digest", "held"), values, strict=True))
+    vars(made).update(zip((each.name for each in fields(Constant)), values, strict=True))
+    return made
+
+
+def _program(facts: Checked, *values: Any) -> Program:
+    """A program that was checked where it was made."""
+    made = object.__new__(Program)
+    vars(made).update(zip((each.name for each in fields(Program)), values, strict=True))
+    remember(made, facts)
     return made
 
 
@@ -256,7 +272,7 @@ class _Taper:
                     self._models[number] = model
                 case NewWeight(digest, size):
                     self._weights[digest] = flat = torch.empty(size, dtype=torch.uint8)
-                    memory = memoryview(flat.numpy())
+                    memory = flat.numpy().data
                     while memory:
                         if not (count := self._control.recv_into(memory, min(len(memory), 1 << 20))):
                             return
@@ -312,6 +328,7 @@ class _Fork:
         """Answer the caller until it closes the connection."""
         global _connection
         _connection = self._connection
+        _warm_up()  # copies the memory that recording writes to, before a code waits for it
         torch.set_num_threads(_THREADS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The code must not write files. Most attempts end the recording (`trace.record`) before this makes them fail.
@@ -323,8 +340,9 @@ class _Fork:
                 try:
                     answer = self._answer(message)
                 except Exception as error:
-                    is_ours = isinstance(error, MidstreamError)
-                    answer = Failed(error if is_ours else TraceError(f"{type(error).__name__}: {error}"))
+                    if not isinstance(error, MidstreamError):
+                        error = TraceError(f"{type(error).__name__}: {error}")
+                    answer = Failed(error)
                 send(self._connection, answer, self._known)
 
     def _answer(self, message: Any) -> Any:
@@ -384,8 +402,16 @@ def _no_model(reference: Any) -> Any:
 # Its start.
 
 
+def _without_compiler() -> None:
+    """Keep PyTorch from importing its compiler at the first use of certain operations, only to turn it off for them. It takes 110 MB."""
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__ is _NOT_COMPILED:
+            inner = inspect.getclosurevars(each).nonlocals["fn"]
+            inner.__dynamo_disable = inner
+
+
 def _warm_up() -> None:
-    """Record some code, so that all forks have what PyTorch imports and caches at the first operations of a process."""
+    """Record some code, so that PyTorch imports and caches what it does at the first operations of a process."""
     bindings: Any = {("resid_post", layer): Binding(f"layers.{layer}", "output", (0,), (1,)) for layer in range(2)}
     modules = {"": "Model", "layers": "ModuleList", "layers.0": "Layer", "layers.1": "Layer"}
     order: Any = {(f"layers.{layer}", "output"): (layer, layer) for layer in range(2)}
@@ -398,7 +424,7 @@ def _warm_up() -> None:
 
 def _first(model: Any) -> Any:
     model.layers_output[0][-1] += torch.ones(8)
-    return model.layers_output[1] @ torch.ones(8, 2), model.layers_output[1].shape
+    return torch.relu(model.layers_output[1] @ torch.ones(8, 2)).topk(1).values
 
 
 def _second(model: Any, tracer: Any) -> Any:
@@ -412,6 +438,7 @@ def _second(model: Any, tracer: Any) -> Any:
 
 _THREADS = torch.get_num_threads()
 _connection: socket.socket | None = None  # of this fork
+_NOT_COMPILED = torch._compile._disable_dynamo(_no_model).__code__
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -420,6 +447,7 @@ def main(control: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     torch.set_num_threads(1)  # threads do not survive in a fork
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # operations on the meta device import it
+    _without_compiler()
     _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to the memory that the forks share

@@ -41,6 +41,7 @@ from midstream.sites import Point
 from midstream.trace.code import FunctionProgram, TraceProgram
 from midstream.trace.record import Model
 from midstream.trace.shipping import ShippedCode, ship
+from midstream.trace.weights import Weight
 
 _START_SECONDS = 120.0  # until the process is ready
 _SECONDS = 30.0  # for one answer
@@ -340,10 +341,14 @@ class _Code:
     def _ask(self, message: Any) -> Any:
         if self.fork is None or not self.fork.is_open:
             self.fork, number = _new_fork(self._code, self._model)
-            sent = replace(self._code, weights=dict.fromkeys(self._code.weights))
-            self.fork.ask(taper.ForCode(sent, self._places, self._standing, number, sys.path), self._code)
+            code = _without_content(self._code)
+            self.fork.ask(taper.ForCode(code, self._places, self._standing, number, sys.path), self._code)
         _keep_latest(self)
         return self.fork.ask(message, self._code, self._model)
+
+
+def _without_content(code: ShippedCode) -> ShippedCode:
+    return replace(code, weights={digest: Weight(b"", digest) for digest in code.weights})
 
 
 _latest: OrderedDict[int, weakref.ref[_Code]] = OrderedDict()
@@ -413,8 +418,7 @@ def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Se
         code = ship([[FunctionProgram(function)]])
     except TraceError as error:
         raise NotRowwise(0, str(error)) from error
-    sent = replace(code, weights=dict.fromkeys(code.weights))
-    asked = taper.ForFunction(sent, tuple(points), tuple(sizes), dtype, sys.path)
+    asked = taper.ForFunction(_without_content(code), tuple(points), tuple(sizes), dtype, sys.path)
     key = code.programs, tuple(code.weights), *asked[1:4]
     if key not in _programs:
 

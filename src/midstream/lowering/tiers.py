@@ -291,7 +291,7 @@ class TapedCode:
         """The outcome of a program in requests with so many steps. `known`: its recording with more steps, or as many."""
         recording = known
         if steps < len(known.steps):
-            recording = self._recorder.again(place, recorded.length(length), known, steps)
+            recording = self._recorder.again(place, recorded.length(length), steps)
         finder = recorded.once(SavedRowsFinder.found, known, self._model.dtype) if known.needs_body else None
         return Template.plain(recording) if finder is None else finder.template(recording, length)
 

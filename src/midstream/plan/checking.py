@@ -301,15 +301,24 @@ def checked(program: Any) -> Checked:
 
     Programs that differ only in floating numbers are checked once: requests often have programs of their own.
     """
+    key = _structure(program)
+    if key not in _known:
+        first, *_ = [_checked(program, rows) for rows in _CHECKED_ROWS]
+        remember(program, first)
+    return _known[key]
+
+
+def remember(program: Any, facts: Checked) -> None:
+    """Note the facts about a program that was checked in another process."""
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[_structure(program)] = facts
+
+
+def _structure(program: Any) -> str:
     key = json.dumps([program.width, program.inputs, program.dtype, written(program.result)])
     key += json.dumps([[step.op, _shape_of(step.args), _shape_of(step.kwargs)] for step in program.steps])
-    key += json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
-    if key not in _known:
-        found = [_checked(program, rows) for rows in _CHECKED_ROWS]
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = found[0]
-    return _known[key]
+    return key + json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
 
 
 def _shape_of(arg: Any) -> Any:
