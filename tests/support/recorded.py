@@ -27,7 +27,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
-from midstream.lowering.tiers import Lowered, Tier, lowered_requests
+from midstream.lowering.tiers import Lowered, TapedCode, Tier
 from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
 from midstream.plan.vectors import Zeros
@@ -93,7 +93,11 @@ def lowered(
         [each if isinstance(each, TraceProgram) else made.setdefault(id(each), FunctionProgram(each)) for each in own]
         for own in requests
     ]
-    return lowered_requests(programs, ship(programs), known, lengths, steps)
+    code = ship(programs)
+    key = "in this process", code.programs, tuple(code.weights), tuple(code.bodies)
+    taped = known.recorded.setdefault(key, None) or TapedCode.of(programs, code, known)
+    known.recorded[key] = taped
+    return taped.lowered(lengths, steps)
 
 
 def found(*bodies: Callable | TraceProgram, steps: int = 4, length: int = LENGTH, known: Model = MODEL) -> Lowered:
@@ -297,7 +301,7 @@ def checked(fn: Callable, steps: int = 4, length: int = LENGTH, known: Model = M
         assert_equal(client_value(given, request), returned, 2e-5 if computes else 0)
     if given.tier is Tier.PLAN:
         assert error is None
-        assert_equal(given.outcome(steps).values.get(RETURNED), returned)
+        assert_equal(given.client_trace.outcome({}, steps).values.get(RETURNED), returned)
     return given
 
 
@@ -354,7 +358,7 @@ def client_value(given: Lowered, request: Numbers) -> Any:
         program = given.saved_rows.programs[site, layer]
         found = torch.cat(rows)
         planes[site, layer] = found if program is None else run(program, found.flatten(1))
-    outcome = given.client_trace(request.length).outcome(planes, request.steps)
+    outcome = given.client_trace.outcome(planes, request.steps)
     return outcome.values.get(RETURNED)
 
 

@@ -31,7 +31,7 @@ from midstream.sites import Point
 from midstream.trace.code import Outcome
 from midstream.trace.graph import Chain, Value, ancestors, repeats
 from midstream.trace.record import Recording
-from midstream.trace.stand_in import StandIn
+from midstream.trace.stand_in import Ended, StandIn
 from midstream.transport import wire
 from midstream.tree import as_bits, objects_in
 
@@ -108,7 +108,7 @@ class SavedRowsFinder:
         self._dtype = dtype
         self._builders: dict[Point, Builder] = {}
         self._parts: dict[Point, list[StepResult]] = {}
-        self._reads = list(self.of(recording, _pickled(recording)[1]).values())
+        self._reads = list(self.of(recording).values())
         for read in self._reads:
             parts = self._parts.setdefault(read.point, [])
             if read.result.ref not in [part.ref for part in parts]:
@@ -133,8 +133,8 @@ class SavedRowsFinder:
             return False
         return True
 
-    def of(self, recording: Recording, saved: Sequence[torch.Tensor]) -> dict[int, _Read]:
-        """The rows of saved tensors, by the ids of these. Raises _NotFromRows, also for a tensor that is not of the forward."""
+    def of(self, recording: Recording) -> dict[int, _Read]:
+        """The rows of saved tensors, by the ids of their stand-ins. Raises _NotFromRows, also for a tensor that is not of the forward."""
         if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
             raise _NotFromRows
         known: dict[Any, _Read] = {}
@@ -158,7 +158,7 @@ class SavedRowsFinder:
             return known[key]
 
         rows = {}
-        for each in saved:
+        for each in _pickled(recording)[1]:
             if not isinstance(each, StandIn) or each.memory.version:
                 raise _NotFromRows
             rows[id(each)] = read(each.memory.value, each.chain, tuple(each.shape), each.dtype)
@@ -214,27 +214,28 @@ class SavedRowsFinder:
         Raises:
             CaptureError: the code saves values that were not foreseen when the request began.
         """
-        body, tensors = _pickled(recording)
         try:
-            found = self.of(recording, tensors) if recording.reason is None else {}
+            found = self.of(recording) if recording.reason is None else {}
         except (_NotFromRows, PlanError):
             found = {}
         prompt = 1 if self.rows.last else length
 
         def saved(stand_in: torch.Tensor) -> RowRange:
-            read = found.get(id(stand_in))
-            known = [part.ref for part in self._parts.get(read.point, ())] if read is not None else []
-            if read is None or read.result.ref not in known:
-                raise CaptureError(
-                    "The request ended early, and the trace saves other values with so few steps. Compute these from saved values after "
-                    "the trace, or let the request continue with ignore_eos=True."
-                )
+            read = found[id(stand_in)]
+            known = [part.ref for part in self._parts[read.point]]
             first, count = _stretch(read, prompt)
             first = prompt + read.step - 1 if read.step else first
             shape = read.shape if read.lead < 0 else (*[1] * read.lead, count, *read.shape)
             return RowRange((read.point, known.index(read.result.ref)), first, count, shape)
 
-        return Template(body, [saved(each) for each in tensors])
+        try:
+            body, tensors = _pickled(recording)
+            return Template(body, [saved(each) for each in tensors])
+        except (_NotFromRows, KeyError, ValueError):
+            raise CaptureError(
+                "The request ended early, and the trace saves other values with so few steps. Compute these from saved values after the "
+                "trace, or let the request continue with ignore_eos=True."
+            ) from None
 
 
 def _assume(assumed: list[Any], rows: RowChoice, own: torch.Tensor | None) -> int:
@@ -259,7 +260,10 @@ def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
 
 def _pickled(recording: Recording) -> tuple[bytes, list[torch.Tensor]]:
     """The outcome as a worker sends it, and its tensors. Raises _NotFromRows if a part cannot be pickled."""
-    body, tensors, failed = wire.pickled(recording.outcome, lambda value: type(value) is StandIn)
+    try:
+        body, tensors, failed = wire.pickled(recording.outcome, lambda value: type(value) is StandIn)
+    except Ended:  # a number of the forward
+        failed = True
     if failed:
         raise _NotFromRows
     return body, tensors

@@ -28,7 +28,7 @@ import socket
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -328,7 +328,8 @@ class _Fork:
         """Answer the caller until it closes the connection."""
         global _connection
         _connection = self._connection
-        _warm_up()  # copies the memory that recording writes to, before a code waits for it
+        # Copies the memory that recording writes to, unless a code waits already.
+        _warm_up(lambda: not select.select([self._connection], [], [], 0)[0])
         torch.set_num_threads(_THREADS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The code must not write files. Most attempts end the recording (`trace.record`) before this makes them fail.
@@ -410,15 +411,16 @@ def _without_compiler() -> None:
             inner.__dynamo_disable = inner
 
 
-def _warm_up() -> None:
+def _warm_up(goes_on: Callable[[], bool] = lambda: True) -> None:
     """Record some code, so that PyTorch imports and caches what it does at the first operations of a process."""
     bindings: Any = {("resid_post", layer): Binding(f"layers.{layer}", "output", (0,), (1,)) for layer in range(2)}
     modules = {"": "Model", "layers": "ModuleList", "layers.0": "Layer", "layers.1": "Layer"}
     order: Any = {(f"layers.{layer}", "output"): (layer, layer) for layer in range(2)}
     arch = Architecture(2, (0, 1), 8, bindings, order, {}, dict.fromkeys(bindings, 8))
     model = Model(arch, modules, ("resid_post",), torch.float32, torch.device("cpu"), 8)
-    for code in (_first, _second):
-        programs: Any = [[FunctionProgram(code)]]
+    bodies: list[Any] = [_first, _second]
+    for body in filter(lambda _: goes_on(), bodies):
+        programs: Any = [[FunctionProgram(body)]]
         lowered_requests(programs, ship(programs), model, [7], [3])
 
 
