@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import SAVE_ABOVE
 from midstream.trace.code import RETURNED, FunctionProgram, TraceProgram
 from midstream.trace.record import Model
-from midstream.trace.shipping import ship
+from midstream.trace.shipping import ShippedCode, ship
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 8, 5, 20
 # Each site's module within its layer, whether it is the input or the output, and where the value lies there.
@@ -93,11 +94,22 @@ def lowered(
         [each if isinstance(each, TraceProgram) else made.setdefault(id(each), FunctionProgram(each)) for each in own]
         for own in requests
     ]
-    code = ship(programs)
+    return FIND.get()(programs, ship(programs), known, lengths, steps)
+
+
+def _in_this_process(
+    programs: Sequence[Sequence[TraceProgram]],
+    code: ShippedCode,
+    known: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> list[Lowered]:
     key = "in this process", code.programs, tuple(code.weights), tuple(code.bodies)
-    taped = known.recorded.setdefault(key, None) or TapedCode.of(programs, code, known)
-    known.recorded[key] = taped
-    return taped.lowered(lengths, steps)
+    known.recorded[key] = known.recorded.get(key) or TapedCode.of(programs, code, known)
+    return known.recorded[key].lowered(lengths, steps)
+
+
+FIND: ContextVar[Callable] = ContextVar("find", default=_in_this_process)  # or `taping.lowered_requests`
 
 
 def found(*bodies: Callable | TraceProgram, steps: int = 4, length: int = LENGTH, known: Model = MODEL) -> Lowered:

@@ -111,6 +111,7 @@ class Recorder:
         self._are_several = sum(code.bodies) > 1
         self.changes_shared = False
         self._depends_on_length = False
+        self._changing: dict[Place, str | None] = {}  # the programs that change this process, with the reason
         self._recorded: list[Recorded] = []  # the last one first
         self._again: OrderedDict[Hashable, Recording] = OrderedDict()
         self._converted: dict[Any, tuple[torch.Tensor, Any]] = {}
@@ -215,7 +216,11 @@ class Recorder:
 
     def _run(self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int) -> Recording:
         program = copy[place[0]][place[1]]
-        return record(program, self._model, length, steps, self._has_arrays, self._converted)
+        made = record(program, self._model, length, steps, self._has_arrays, self._converted)
+        if made.changes_process:
+            self._changing.setdefault(place, made.reason)
+        made.reason = made.reason or self._changing.get(place)
+        return made
 
     def _copy(self) -> list[list[TraceProgram]]:
         return unship(self._code.programs, self._model.resolve, None, self._held)

@@ -12,6 +12,7 @@ A message is a pickle, with large bytes beside it.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import functools
@@ -27,10 +28,13 @@ import signal
 import socket
 import struct
 import sys
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from types import FunctionType
+from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +51,7 @@ from midstream.plan.program import Program
 from midstream.plan.steps import Constant
 from midstream.sites import Binding, Point
 from midstream.trace.code import FunctionProgram
-from midstream.trace.record import Model
+from midstream.trace.record import Model, before_act
 from midstream.trace.shipping import ShippedCode, ship, unship
 
 _LARGE = 1 << 16  # bytes that are sent beside a pickle
@@ -392,7 +396,7 @@ def asked(name: str) -> Any:
 
 def described(number: int, model: Model) -> NewModel:
     """A model for forks, which ask for the tokenizer and the configuration."""
-    ask = [functools.partial(asked, name) for name in ("tokenizer", "text_config")]
+    ask = [partial(asked, name) for name in ("tokenizer", "text_config")]
     return NewModel(number, replace(model, tokenizer=ask[0], text_config=ask[1], recorded=OrderedDict()))
 
 
@@ -401,6 +405,24 @@ def _no_model(reference: Any) -> Any:
 
 
 # Its start.
+
+
+def _watch_functions() -> None:
+    """Have the functions that no audit event of Python tells of end the recording."""
+
+    def watched(function: Any, what: str) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before_act(what)
+            return function(*args, **kwargs)
+
+        return run
+
+    for module, names in _UNSEEN.items():
+        for name in filter(partial(hasattr, module), names.split()):
+            setattr(module, name, watched(getattr(module, name), f"{module.__name__}.{name}"))
+    output: Any = SimpleNamespace(write=watched(len, "sys.__stdout__.write"), flush=int)
+    sys.__stdout__ = sys.__stderr__ = output  # type: ignore[misc]
 
 
 def _without_compiler() -> None:
@@ -440,6 +462,11 @@ def _second(model: Any, tracer: Any) -> Any:
 
 _THREADS = torch.get_num_threads()
 _connection: socket.socket | None = None  # of this fork
+_CLOCKS = "time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns"
+_UNSEEN: dict[Any, str] = {
+    os: "write getpid getppid", time: f"sleep {_CLOCKS}", torch: "save load from_file",
+    _thread: "start_new_thread", threading: "_start_new_thread _start_joinable_thread",
+}  # fmt: skip
 _NOT_COMPILED = torch._compile._disable_dynamo(_no_model).__code__
 _prctl = ctypes.CDLL(None).prctl
 
@@ -449,6 +476,7 @@ def main(control: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     torch.set_num_threads(1)  # threads do not survive in a fork
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # operations on the meta device import it
+    _watch_functions()
     _without_compiler()
     _warm_up()
     gc.collect()

@@ -124,6 +124,7 @@ class Recording:
         makes_numbers: whether it takes numbers of the forward.
         may_raise: the line of an operation whose errors depend on numbers of the forward.
         watched: the points whose values a cache keeps in all later steps, with the line.
+        changes_process: whether it changes the process that runs it; then another recording there may not see that.
     """
 
     steps: list[StepGraph]
@@ -137,6 +138,7 @@ class Recording:
     makes_numbers: bool = False
     may_raise: int | None = None
     watched: dict[Point, int] = field(default_factory=dict)
+    changes_process: bool = False
 
     @cached_property
     def varied(self) -> int:
@@ -185,7 +187,8 @@ def record(
         notes.line = notes.line or _line_of(error, notes.file)
     finally:
         CURRENT.reset(token)
-    if (changed := _changed(before, _state_of_process(modules))) is not None:
+    changed = _changed(before, _state_of_process(modules))
+    if changed is not None:
         notes.reason = notes.reason or f"it changes {changed}"
     found = outcome(body, program)
     returns = not is_plain(found.values)
@@ -205,6 +208,7 @@ def record(
         notes.makes_numbers,
         notes.may_raise,
         body.watched,
+        changed is not None,
     )
 
 
@@ -732,29 +736,26 @@ class _PrintedOutput(io.StringIO):
 
 _WATCHED: ContextVar[Notes | None] = ContextVar("midstream_watched", default=None)
 # Of Python's audit events, those of acts on the outside world.
-_EVENTS = tuple(
-    "open os. socket. subprocess. shutil. tempfile. ctypes. urllib. sqlite3. _thread. signal. time.".split()
-)
+_EVENTS = tuple("open os. socket. subprocess. shutil. tempfile. ctypes. urllib. sqlite3. _thread. signal.".split())
 
 
 @functools.cache
 def _watch_events() -> None:
     """Install one audit hook for all recordings, since Python cannot remove it."""
 
-    def watch(
-        event: str, _: Any, watched: Any = _WATCHED
-    ) -> None:  # a default argument, since globals are gone at exit
-        if event.startswith(_EVENTS) and (notes := watched.get()) is not None and not _imports():
-            notes.end(f"it acts on the world outside: {event}")
+    def watch(event: str, _: Any, act: Any = before_act) -> None:  # a default argument, since globals are gone at exit
+        if event.startswith(_EVENTS):
+            act(event)
 
     sys.addaudithook(watch)
 
 
-def _imports() -> bool:
-    """Whether an import statement is under way."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
+def before_act(what: str, watched: Any = _WATCHED) -> None:
+    """End the recording, if one is under way, before its code acts on the outside world. Imports are part of no code."""
+    if (notes := watched.get()) is None:
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
-    return False
+    if frame is None:
+        notes.end(f"it acts on the world outside, or depends on it: {what}")
