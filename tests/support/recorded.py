@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
-from midstream.lowering.tiers import Lowered, Tier, lowered_requests
+from midstream.lowering.tiers import Lowered, TapedCode, Tier
 from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
 from midstream.plan.vectors import Zeros
@@ -35,7 +36,7 @@ from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import SAVE_ABOVE
 from midstream.trace.code import RETURNED, FunctionProgram, TraceProgram
 from midstream.trace.record import Model
-from midstream.trace.shipping import ship
+from midstream.trace.shipping import ShippedCode, ship
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 8, 5, 20
 # Each site's module within its layer, whether it is the input or the output, and where the value lies there.
@@ -93,7 +94,22 @@ def lowered(
         [each if isinstance(each, TraceProgram) else made.setdefault(id(each), FunctionProgram(each)) for each in own]
         for own in requests
     ]
-    return lowered_requests(programs, ship(programs), known, lengths, steps)
+    return FIND.get()(programs, ship(programs), known, lengths, steps)
+
+
+def _in_this_process(
+    programs: Sequence[Sequence[TraceProgram]],
+    code: ShippedCode,
+    known: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> list[Lowered]:
+    key = "in this process", code.programs, tuple(code.weights), tuple(code.bodies)
+    known.recorded[key] = known.recorded.get(key) or TapedCode.of(programs, code, known)
+    return known.recorded[key].lowered(lengths, steps)
+
+
+FIND: ContextVar[Callable] = ContextVar("find", default=_in_this_process)  # or `taping.lowered_requests`
 
 
 def found(*bodies: Callable | TraceProgram, steps: int = 4, length: int = LENGTH, known: Model = MODEL) -> Lowered:
@@ -297,7 +313,7 @@ def checked(fn: Callable, steps: int = 4, length: int = LENGTH, known: Model = M
         assert_equal(client_value(given, request), returned, 2e-5 if computes else 0)
     if given.tier is Tier.PLAN:
         assert error is None
-        assert_equal(given.outcome(steps).values.get(RETURNED), returned)
+        assert_equal(given.client_trace.outcome({}, steps).values.get(RETURNED), returned)
     return given
 
 
@@ -354,7 +370,7 @@ def client_value(given: Lowered, request: Numbers) -> Any:
         program = given.saved_rows.programs[site, layer]
         found = torch.cat(rows)
         planes[site, layer] = found if program is None else run(program, found.flatten(1))
-    outcome = given.client_trace(request.length).outcome(planes, request.steps)
+    outcome = given.client_trace.outcome(planes, request.steps)
     return outcome.values.get(RETURNED)
 
 

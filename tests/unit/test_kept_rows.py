@@ -37,7 +37,7 @@ def outcome(fn, count=3, most=None):
     given = found(fn, steps=most or count)
     assert given.tier is Tier.CLIENT, given.reason
     prompt = 1 if given.saved_rows.last else LENGTH
-    return given.client_trace(LENGTH).outcome(*steps(count, prompt, LENGTH - prompt))
+    return given.client_trace.outcome(*steps(count, prompt, LENGTH - prompt))
 
 
 def kept(fn, count=3, most=None):
@@ -255,7 +255,7 @@ def test_a_request_that_ends_early_has_its_own_results():
     given = found(body, steps=6)
     program = given.saved_rows.programs["resid_post", 1]
     rows = steps(3, 1, LENGTH - 1)[0]["resid_post", 1]
-    outcome_ = given.client_trace(LENGTH).outcome({("resid_post", 1): run(program, rows)}, 3)
+    outcome_ = given.client_trace.outcome({("resid_post", 1): run(program, rows)}, 3)
     assert [value.item() for value in outcome_.values[RETURNED]] == [1 + LENGTH - 1 + i for i in range(3)]
 
 
@@ -272,7 +272,7 @@ def test_other_values_with_fewer_steps_are_an_error():
     given = found(body, steps=6)
     assert given.tier is Tier.CLIENT
     with pytest.raises(CaptureError, match="ended early"):
-        given.client_trace(LENGTH).outcome(*steps(3, 1, LENGTH - 1))
+        given.client_trace.outcome(*steps(3, 1, LENGTH - 1))
 
 
 def test_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
@@ -315,22 +315,6 @@ def test_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
 
     def own_tensors(model):
         return V * 2, model.layers_output[1][-1]
-
-    def objects(model):
-        class Row:
-            def __init__(self, row):
-                self.row = row
-
-        return Row(model.layers_output[1][-1])
-
-    def other_containers(model, tracer):
-        return collections.deque(model.layers_output[1][-1] for _ in tracer.iter[:])
-
-    def named(model):
-        return collections.namedtuple("Row", "layer row")(1, model.layers_output[1][-1])
-
-    def tensor_as_a_key(model):
-        return {model.layers_output[1][-1]: 1}
 
     own = (reads_the_result, caches)  # the plain model has none of these
     for body in [body for body in locals().values() if callable(body)]:
@@ -392,8 +376,36 @@ def test_a_value_that_counts_steps_is_that_of_the_steps_which_the_request_had():
         return count
 
     given = found(body, steps=6)
-    end, nothing = given.ending(given.tier, LENGTH), Captured("")
+    end, nothing = given.ending(given.tier), Captured("")
     assert given.reads_nothing and [end(nothing, steps).values["return"] for steps in (6, 3, 1)] == [6, 3, 1]
+
+
+def test_containers_and_objects_of_any_kind_are_kept():
+    class Row:
+        __slots__ = ("layer", "row")
+
+        def __init__(self, row):
+            self.layer, self.row = 1, row
+
+    def body(model, tracer):
+        h = model.layers_output[1]
+        shared = [h[-1]]
+        named = collections.namedtuple("Row", "layer row")(1, h[-1])
+        counts = collections.Counter({"a": 2, "b": 1})
+        found = {"x": shared, "y": (shared, [named]), 3: collections.UserDict(row=h[-1]), "rows": Row(h[-1])}
+        found["x"] = found.pop("x")  # the last one now
+        return found, counts, collections.deque([h[-1]], maxlen=4), {h[-1]: 1}, frozenset("a"), None
+
+    assert found(body).tier is Tier.CLIENT
+    given, counts, queue, by_tensor, letters, nothing = kept(body)
+    row = [1, LENGTH - 1]
+    assert list(given) == ["y", 3, "rows", "x"]
+    assert type(given["y"]) is tuple and given["y"][1][0]._fields == ("layer", "row")
+    rows = [given["x"][0], given["y"][1][0].row, given[3]["row"], given["rows"].row, queue[0], *by_tensor]
+    assert [each[:2].tolist() for each in rows] == [row] * 6
+    assert type(given["rows"]) is Row and type(given[3]) is collections.UserDict and queue.maxlen == 4
+    assert counts == {"a": 2, "b": 1} and type(counts) is collections.Counter
+    assert (letters, nothing) == (frozenset("a"), None)
 
 
 def test_what_is_saved_twice_is_two_tensors():
@@ -436,7 +448,7 @@ def test_each_request_has_tensors_of_its_own():
         return [model.layers_output[2][-1] for _ in tracer.iter[:]]
 
     first, second = lowered([[body]] * 2, [LENGTH] * 2, [3] * 2)
-    traces = [first.client_trace(LENGTH), second.client_trace(LENGTH)]
+    traces = [first.client_trace, second.client_trace]
     for trace, begin in zip((*traces, traces[0]), (0, 100, 200), strict=True):
         rows = trace.outcome(*steps(3, 1, begin)).values[RETURNED]
         assert [row[:2].tolist() for row in rows] == [[2, begin + i] for i in range(3)]
@@ -473,7 +485,7 @@ def test_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, monkey
     module = importlib.import_module("module_of_a_kept_row")
     given = found(module.probe)
     module.LAYER = 2
-    assert given.client_trace(LENGTH).outcome(*steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
+    assert given.client_trace.outcome(*steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
 
 
 def test_a_standing_edit_is_not_left_to_the_caller():

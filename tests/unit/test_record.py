@@ -212,7 +212,13 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+_NOT_YET = pytest.mark.xfail(strict=True, reason="the validation on real tensors has to find it")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [pytest.param(use, marks=_NOT_YET) if use in ("full", "clamp", "json", "decimal") else use for use in USES],
+)
 def test_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
     use_it = USES[use]
 
@@ -579,7 +585,7 @@ def test_code_that_swallows_the_end_runs_in_the_forward(monkeypatch):
                 return True
 
         with Swallows():
-            time.sleep(0)
+            open(os.devnull).close()
         return 1
 
     def in_a_generator(model):

@@ -15,7 +15,8 @@ from midstream.arch.detect import show_tree
 from midstream.client.model import TraceModel
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
-from midstream.lowering.tiers import Lowering, explained, lower_trace
+from midstream.lowering.taping import explained, lower_trace
+from midstream.lowering.tiers import Lowering
 from midstream.plan.values import ModelFacts, Plan
 from midstream.requests.arguments import check_ids, encode
 from midstream.requests.invokes import Invoke, token_ids
@@ -317,7 +318,7 @@ class DescribedModel(TraceModel):
             self.vocab_size,
             self.aliases,
             lambda: self.tokenizer,
-            self._text_config,
+            lambda: self._text_config,
             not self._is_elsewhere,
             self.facts.are_together,
         )

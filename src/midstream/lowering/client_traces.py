@@ -4,23 +4,24 @@
     scores = [model.layers_output[14] @ probe for _ in tracer.iter[:]]
 
 A plan makes the trace's writes and captures the rows, or the results of programs (`plan.program`) on them. The recording of the code
-(`trace.record`) shows which values it saves: containers with stand-ins in them. Once a request has ended, its captured rows replace the
-stand-ins in the caller's process. Only a request that ended early needs another recording, with the number of its steps.
+(`trace.record`) shows which values it saves. The process that recorded it pickles them as a worker does, with stand-ins in place of rows
+(`Template`). Once a request has ended, the caller's process unpickles them with its captured rows. Only a request that ended early needs
+another template, with the number of its steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from midstream.capture.rows import Captured
-from midstream.errors import CaptureError, PlanError
+from midstream.errors import CaptureError, PlanError, UnsendableError
 from midstream.lowering.row_tensors import RowChoice, rows_of
 from midstream.lowering.rowwise import NotRowwise, RowwiseReader
 from midstream.plan.building import Builder, StepResult
@@ -30,10 +31,10 @@ from midstream.sites import Point
 from midstream.trace.code import Outcome
 from midstream.trace.graph import Chain, Value, ancestors, repeats
 from midstream.trace.record import Recording
-from midstream.trace.stand_in import StandIn
-from midstream.tree import as_bits, map_objects, objects_in
+from midstream.trace.stand_in import Ended, StandIn
+from midstream.transport import wire
+from midstream.tree import as_bits, objects_in
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LENGTHS = (1, 2, 997)  # a choice that selects the last row at these lengths selects it at every length
 
 
@@ -73,21 +74,37 @@ class _NotFromRows(Exception):
     """The code does more than save values that programs can compute."""
 
 
+@dataclass(frozen=True)
 class SavedRows:
-    """The rows from which a trace's saved values are computed.
-
-    Args:
-        recording: of its code.
-        dtype: of the model.
+    """The rows from which a trace's saved values are made.
 
     Attributes:
         programs: point -> the program whose results are captured there; None for the rows themselves.
         last: whether the last row of the prompt is enough.
-        traces: of requests with this recording, by the number of captured rows of the prompt.
+    """
+
+    programs: Mapping[Point, Program | None]
+    last: bool
+
+    def unpacked(self, planes: Mapping[Point, torch.Tensor]) -> dict[_Plane, torch.Tensor]:
+        """`[rows, numbers]` of each plane."""
+        found = {}
+        for point, program in self.programs.items():
+            plane = planes[point]
+            for i, part in enumerate([plane] if program is None else unpacked(program, plane)):
+                found[point, i] = part.reshape(len(part), -1)
+        return found
+
+
+class SavedRowsFinder:
+    """Finds the rows from which a trace's saved values are computed.
+
+    Args:
+        recording: of its code.
+        dtype: of the model.
     """
 
     def __init__(self, recording: Recording, dtype: torch.dtype) -> None:
-        self.traces: dict[int, ClientTrace] = {}
         self._dtype = dtype
         self._builders: dict[Point, Builder] = {}
         self._parts: dict[Point, list[StepResult]] = {}
@@ -96,11 +113,11 @@ class SavedRows:
             parts = self._parts.setdefault(read.point, [])
             if read.result.ref not in [part.ref for part in parts]:
                 parts.append(read.result)
-        self.last = all(read.is_of_last for read in self._reads)
-        self.programs = {point: self._program(point) for point in self._parts}
+        last = all(read.is_of_last for read in self._reads)
+        self.rows = SavedRows({point: self._program(point) for point in self._parts}, last)
 
     @classmethod
-    def found(cls, recording: Recording, dtype: torch.dtype) -> SavedRows | None:
+    def found(cls, recording: Recording, dtype: torch.dtype) -> SavedRowsFinder | None:
         """The rows; None if the code does more than save values that can be computed from rows."""
         try:
             return cls(recording, dtype)
@@ -110,14 +127,14 @@ class SavedRows:
     def fits(self, length: int) -> bool:
         """Whether a prompt of this length has the rows, and they are contiguous."""
         try:
-            for read in self._reads if not self.last else ():
+            for read in self._reads if not self.rows.last else ():
                 _stretch(read, length)
         except _NotFromRows:
             return False
         return True
 
     def of(self, recording: Recording) -> dict[int, _Read]:
-        """The saved values by the ids of their stand-ins. Raises _NotFromRows."""
+        """The rows of saved tensors, by the ids of their stand-ins. Raises _NotFromRows, also for a tensor that is not of the forward."""
         if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
             raise _NotFromRows
         known: dict[Any, _Read] = {}
@@ -140,8 +157,12 @@ class SavedRows:
                     known[key] = read(alike, chain, shape, dtype)._replace(step=value.step)
             return known[key]
 
-        saved = _stand_ins(recording.outcome.values)
-        return {id(each): read(each.memory.value, each.chain, tuple(each.shape), each.dtype) for each in saved}
+        rows = {}
+        for each in _pickled(recording)[1]:
+            if not isinstance(each, StandIn) or each.memory.version:
+                raise _NotFromRows
+            rows[id(each)] = read(each.memory.value, each.chain, tuple(each.shape), each.dtype)
+        return rows
 
     def _read(
         self,
@@ -184,23 +205,11 @@ class SavedRows:
             raise _NotFromRows
         return self._builders[point].program(*parts, keeps=True)
 
-    def unpacked(self, planes: Mapping[Point, torch.Tensor]) -> dict[tuple[Point, int], torch.Tensor]:
-        """(point, index of the result there) -> `[rows, numbers]`."""
-        found = {}
-        for point, program in self.programs.items():
-            plane = planes[point]
-            for i, part in enumerate([plane] if program is None else unpacked(program, plane)):
-                found[point, i] = part.reshape(len(part), -1)
-        return found
-
-    def template(
-        self, recording: Recording, prompt: int, planes: Mapping[tuple[Point, int], torch.Tensor]
-    ) -> _Template:
-        """The saved values of requests that end as this recording.
+    def template(self, recording: Recording, length: int) -> Template:
+        """The outcome of requests that end as this recording.
 
         Args:
-            prompt: how many rows of each plane belong to the prompt.
-            planes: of one such request, as `unpacked` returns them.
+            length: of the prompt.
 
         Raises:
             CaptureError: the code saves values that were not foreseen when the request began.
@@ -209,28 +218,24 @@ class SavedRows:
             found = self.of(recording) if recording.reason is None else {}
         except (_NotFromRows, PlanError):
             found = {}
-        used: dict[tuple[Point, int], list[int]] = {}  # rows of each plane
+        prompt = 1 if self.rows.last else length
 
-        def saved(stand_in: StandIn) -> _RowRange:
-            read = found.get(id(stand_in))
-            known = [part.ref for part in self._parts.get(read.point, ())] if read is not None else []
-            if read is None or read.result.ref not in known:
-                raise CaptureError(
-                    "The request ended early, and the trace saves other values with so few steps. Compute these from saved values after "
-                    "the trace, or let the request continue with ignore_eos=True."
-                )
+        def saved(stand_in: torch.Tensor) -> RowRange:
+            read = found[id(stand_in)]
+            known = [part.ref for part in self._parts[read.point]]
             first, count = _stretch(read, prompt)
             first = prompt + read.step - 1 if read.step else first
             shape = read.shape if read.lead < 0 else (*[1] * read.lead, count, *read.shape)
-            plane = read.point, known.index(read.result.ref)
-            there = used.setdefault(plane, [])
-            there.extend(range(first, first + count))
-            return _RowRange(plane, len(there) - count, shape)
+            return RowRange((read.point, known.index(read.result.ref)), first, count, shape)
 
-        values = map_objects(recording.outcome.values, StandIn, saved)
-        # A plane whose rows are all used once and in order is not copied.
-        whole = {key: rows == list(range(len(planes[key]))) for key, rows in used.items()}
-        return _Template(values, {key: None if whole[key] else np.array(rows) for key, rows in used.items()})
+        try:
+            body, tensors = _pickled(recording)
+            return Template(body, [saved(each) for each in tensors])
+        except (_NotFromRows, KeyError, ValueError):
+            raise CaptureError(
+                "The request ended early, and the trace saves other values with so few steps. Compute these from saved values after the "
+                "trace, or let the request continue with ignore_eos=True."
+            ) from None
 
 
 def _assume(assumed: list[Any], rows: RowChoice, own: torch.Tensor | None) -> int:
@@ -253,92 +258,95 @@ def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
     return rows[0], len(rows)
 
 
-def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
-    """The stand-ins in lists, dicts and tuples. Raises _NotFromRows for other objects, except plain values."""
-    seen = set() if seen is None else seen
-    if id(tree) in seen and type(tree) in (list, dict):  # it may contain itself
-        return
-    seen.add(id(tree))
-    if isinstance(tree, StandIn):
-        if tree.memory.version:
-            raise _NotFromRows
-        yield tree
-    elif type(tree) in (list, tuple):
-        for each in tree:
-            yield from _stand_ins(each, seen)
-    elif type(tree) is dict:
-        for name, each in tree.items():
-            yield from _stand_ins(each, seen)
-            if not isinstance(name, _PLAIN):
-                raise _NotFromRows
-    elif type(tree) not in _PLAIN:
+def _pickled(recording: Recording) -> tuple[bytes, list[torch.Tensor]]:
+    """The outcome as a worker sends it, and its tensors. Raises _NotFromRows if a part cannot be pickled."""
+    try:
+        body, tensors, failed = wire.pickled(recording.outcome, lambda value: type(value) is StandIn)
+    except Ended:  # a number of the forward
+        failed = True
+    if failed:
         raise _NotFromRows
+    return body, tensors
 
 
 # Putting captured rows into the saved values.
 
+_Plane = tuple[Point, int]  # a point, and the index of the result there
 
-class _RowRange(NamedTuple):
-    """Adjacent rows among the used ones of a plane.
+
+class RowRange(NamedTuple):
+    """Adjacent rows of a plane.
 
     Attributes:
-        plane: a point, and the index of the result there.
         first: the index of the first row.
         shape: of the tensor.
     """
 
-    plane: tuple[Point, int]
+    plane: _Plane
     first: int
+    rows: int
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Template:
-    """The saved values, with a `_RowRange` in place of rows.
+class Template:
+    """The outcome of a trace, pickled as workers do it, with the rows that take the places of its tensors."""
 
-    Attributes:
-        used: the rows of each plane that the values have; None for all of them.
-    """
+    body: bytes
+    rows: Sequence[RowRange]
 
-    values: Any
-    used: Mapping[tuple[Point, int], np.ndarray | None]
+    @classmethod
+    def plain(cls, recording: Recording) -> Template:
+        """The outcome of a recording that saves no tensors of the forward."""
+        body, tensors = _pickled(recording)
+        assert not tensors
+        return cls(body, [])
 
-    def filled(self, planes: Mapping[tuple[Point, int], torch.Tensor]) -> Any:
-        """The values with a request's rows. Those of one plane lie in one block of memory, without overlaps."""
-        blocks = {}
-        for key, rows in self.used.items():
+    @cached_property
+    def _used(self) -> Mapping[_Plane, list[int]]:
+        """The rows of each plane that the values have, in the order of the values."""
+        used: dict[_Plane, list[int]] = {}
+        for each in self.rows:
+            used.setdefault(each.plane, []).extend(range(each.first, each.first + each.rows))
+        return used
+
+    def filled(self, planes: Mapping[_Plane, torch.Tensor]) -> Outcome:
+        """The outcome with a request's rows. Those of one plane lie in one block of memory, without overlaps."""
+        blocks, ends = {}, dict.fromkeys(self._used, 0)
+        for key, rows in self._used.items():
             block = as_bits(planes[key]).numpy()
-            if rows is not None:
-                block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenate_rows`
+            if rows != list(range(len(block))):  # a plane whose rows are all used once and in order is not copied
+                block = block[np.array(rows)]  # numpy copies in one thread: see `capture.rows.concatenate_rows`
             blocks[key] = block, planes[key].dtype, block.strides[0]
-
-        def tensor(rows: _RowRange) -> torch.Tensor:
-            block, dtype, size = blocks[rows.plane]
+        tensors: list[torch.Tensor | None] = []
+        for each in self.rows:
+            block, dtype, size = blocks[each.plane]
             # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
-            count = math.prod(rows.shape)
-            return torch.frombuffer(block, dtype=dtype, count=count, offset=rows.first * size).view(rows.shape)
-
-        return map_objects(self.values, _RowRange, tensor)
+            numbers, offset = math.prod(each.shape), ends[each.plane] * size
+            tensors.append(torch.frombuffer(block, dtype=dtype, count=numbers, offset=offset).view(each.shape))
+            ends[each.plane] += each.rows
+        found = wire.unpack(self.body, tensors)
+        if isinstance(found, UnsendableError):
+            raise found
+        return found  # type: ignore[no-any-return]
 
 
 class ClientTrace:
-    """The trace of a request whose values are made in the client.
+    """The trace of a request whose outcome is made in the caller's process.
 
     Args:
-        recording: of its code, with as many steps as the request may have.
-        again: records it with another number of steps.
-        reads: the rows that its saved values need.
-        prompt: how many rows of the prompt are captured.
+        first: the template of requests with as many steps as the recording of its code.
+        most: the number of these steps.
+        template: makes the template of another number of steps.
+        rows: from which its saved values are made; None if they have no rows.
     """
 
-    def __init__(self, recording: Recording, again: Callable[[int], Recording], reads: SavedRows, prompt: int) -> None:
-        self._recording, self._most = recording, len(recording.steps)
-        self.prompt, self._again, self._reads = prompt, again, reads
-        self._templates: dict[int, tuple[Outcome, _Template]] = {}
+    def __init__(self, first: Template, most: int, template: Callable[[int], Template], rows: SavedRows | None) -> None:
+        self._templates, self._most, self._template, self._rows = {most: first}, most, template, rows
 
     def ending(self, captured: Captured, steps: int) -> Outcome:
         """As `Ending`."""
-        return self.outcome(captured.take(), steps)
+        return self.outcome(captured.take() if self._rows is not None else {}, steps)
 
     def outcome(self, captured: Mapping[Point, torch.Tensor], steps: int) -> Outcome:
         """The outcome of a request that has ended.
@@ -349,12 +357,10 @@ class ClientTrace:
             steps: how many the request had.
 
         Raises:
-            CaptureError: as `SavedRows.template`.
+            CaptureError: as `SavedRowsFinder.template`.
         """
         count = min(steps, self._most)
-        planes = self._reads.unpacked(captured)
         if count not in self._templates:
-            recording = self._recording if count == self._most else self._again(count)
-            self._templates[count] = recording.outcome, self._reads.template(recording, self.prompt, planes)
-        found, saved = self._templates[count]
-        return replace(found, values=saved.filled(planes), name="saved", order=steps, steps=steps)
+            self._templates[count] = self._template(count)
+        planes = self._rows.unpacked(captured) if self._rows is not None else {}
+        return replace(self._templates[count].filled(planes), name="saved", order=steps, steps=steps)

@@ -4,15 +4,14 @@ A body is recorded twice (`trace.record`) on one copy of its variables, and the 
 If the two recordings differ, the code depends on something that a recording misses: a variable that it changes, or the prompt's length. Two
 recordings of different lengths reveal the latter, and serve all lengths in between.
 
-A recording of many steps also serves requests with fewer steps: the code is known to be harmless, and is run once more to see how it ends.
+A recording of many steps also serves requests with fewer steps: the code is run once more to see how it ends.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +20,6 @@ from midstream.trace.graph import same_steps
 from midstream.trace.record import Model, Recording, fingerprint, record
 from midstream.trace.shipping import ShippedCode, unship
 from midstream.trace.stand_in import is_plain
-from midstream.trace.weights import Weight, on_device
 
 T = TypeVar("T")
 Place = tuple[int, int]  # a request, and which of its programs
@@ -98,24 +96,22 @@ class Recorder:
     """Records the programs of a call.
 
     Args:
-        programs: of each request, which `code` has in the form to send.
+        places: for each request's programs, the place of the first equal one.
+        held: the weights of the code, by digest.
 
     Attributes:
-        places: for each request's programs, the place of the first equal one.
         changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
     """
 
-    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
-        self._code, self._model = code, model
+    def __init__(
+        self, places: Sequence[Sequence[Place]], code: ShippedCode, model: Model, held: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.places, self._code, self._model, self._held = places, code, model, held
         self._has_arrays = b"numpy" in code.programs
         self._are_several = sum(code.bodies) > 1
-        first: dict[Hashable, Place] = {}
-        self.places = [
-            [first.setdefault(_identity(program), (i, j)) for j, program in enumerate(own)]
-            for i, own in enumerate(programs)
-        ]
         self.changes_shared = False
         self._depends_on_length = False
+        self._changing: dict[Place, str | None] = {}  # the programs that change this process, with the reason
         self._recorded: list[Recorded] = []  # the last one first
         self._again: OrderedDict[Hashable, Recording] = OrderedDict()
         self._converted: dict[Any, tuple[torch.Tensor, Any]] = {}
@@ -148,16 +144,16 @@ class Recorder:
         """The recording for a request. With fewer steps than were recorded, the code may end differently."""
         recording = recorded.of(place, length)
         if recording.reason is None and steps < len(recording.steps):
-            return self.again(place, recorded.length(length), recording, steps)
+            return self.again(place, recorded.length(length), steps)
         return recording
 
-    def again(self, place: Place, length: int, known: Recording, steps: int) -> Recording:
+    def again(self, place: Place, length: int, steps: int) -> Recording:
         """Record a program with fewer steps than before."""
         key = place, length, steps
         if key in self._again:
             self._again.move_to_end(key)
         else:
-            self._again[key] = self._run(self._copy(), place, length, steps, is_known=not known.makes_numbers)
+            self._again[key] = self._run(self._copy(), place, length, steps)
             if len(self._again) > _MOST_AGAIN:
                 self._again.popitem(last=False)
         return self._again[key]
@@ -218,21 +214,31 @@ class Recorder:
                 recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
         return once, agree
 
-    def _run(
-        self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int, is_known: bool = False
-    ) -> Recording:
+    def _run(self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int) -> Recording:
         program = copy[place[0]][place[1]]
-        return record(program, self._model, length, steps, self._has_arrays, self._converted, is_known)
+        made = record(program, self._model, length, steps, self._has_arrays, self._converted)
+        if made.changes_process:
+            self._changing.setdefault(place, made.reason)
+        made.reason = made.reason or self._changing.get(place)
+        return made
 
     def _copy(self) -> list[list[TraceProgram]]:
-        held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
-        return unship(self._code.programs, self._model.resolve, None, held)
+        return unship(self._code.programs, self._model.resolve, None, self._held)
 
     def _compare(self, copy: list[list[TraceProgram]]) -> None:
         """Note whether the recordings have changed the variables of `copy`."""
         if self._are_several:
             fresh, used = fingerprint(self._copy()), fingerprint(copy)
             self.changes_shared = self.changes_shared or fresh is None or fresh != used
+
+
+def places_of(programs: Sequence[Sequence[TraceProgram]]) -> list[list[Place]]:
+    """For each request's programs, the place of the first equal one."""
+    first: dict[Hashable, Place] = {}
+    return [
+        [first.setdefault(_identity(program), (i, j)) for j, program in enumerate(own)]
+        for i, own in enumerate(programs)
+    ]
 
 
 def _identity(program: TraceProgram) -> Hashable:
@@ -244,21 +250,8 @@ def _identity(program: TraceProgram) -> Hashable:
     return id(block.compiled), values, tuple(program.injected), tuple(program.saved), tuple(block.borrows.items())
 
 
-_weights: WeakKeyDictionary[Weight, torch.Tensor] = WeakKeyDictionary()
-
-
-def _held(weight: Weight) -> torch.Tensor:
-    """A weight's bytes as a tensor, which is copied at the first write."""
-    if weight not in _weights:
-        _weights[weight] = on_device(weight.data, None)
-    return _weights[weight]
-
-
 def _agree(one: Recording, other: Recording) -> bool:
     if one.reason is not None or other.reason is not None:
-        interrupted = [each.reason == "its code raises KeyboardInterrupt" for each in (one, other)]
-        if any(interrupted) and not all(interrupted):  # the user pressed Ctrl-C
-            raise KeyboardInterrupt
         return one.reason == other.reason
     values = [each.outcome.values for each in (one, other)]
     if all(map(is_plain, values)) and values[0] != values[1]:

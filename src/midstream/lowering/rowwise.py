@@ -3,7 +3,7 @@
     for rows, change in changes(write).at(length): ...             # raises NotRowwise if the write is not linear
     for rows, (program, inputs) in programs_of(write).at(length)   # raises NotRowwise, with the line and the reason
     tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
-    plan = with_programs(plan, facts)                              # the same for the functions in a plan's `Apply`s
+    plan = with_programs(plan, facts, program_of)                  # the same for the functions in a plan's `Apply`s
 
 The reader follows each tensor through the graph: it notes which rows of the site's value the tensor has, and on which axis
 (`lowering.row_tensors`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording
@@ -359,20 +359,27 @@ def _name_of(point: Any) -> str:
 # Functions in a plan.
 
 
-def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
+# The arguments of `program_of` -> its result.
+Finding = Callable[[Callable[..., Any], Sequence[Point], Sequence[int], str], Made]
+
+
+def with_programs(plan: Plan, facts: ModelFacts, find: Finding) -> Plan:
     """The plan with programs in place of functions.
+
+    Args:
+        find: makes the program of a function. It raises NotRowwise.
 
     Raises:
         PlanError: a function is not row-wise, depends on more than the value, or uses an operation that programs do not have. The message
             has its line and the reason.
     """
-    return Plan(tuple(one for item in plan.interventions for one in _with_recorded(item, facts)))
+    return Plan(tuple(one for item in plan.interventions for one in _with_recorded(item, facts, find)))
 
 
-def _with_recorded(item: Intervention, facts: ModelFacts) -> Sequence[Intervention]:
+def _with_recorded(item: Intervention, facts: ModelFacts, find: Finding) -> Sequence[Intervention]:
     if item.parts:
         edit, *_ = item.parts
-        return [item.with_parts(partial(_in_place_of, edit, one)) for one in _with_recorded(edit, facts)]
+        return [item.with_parts(partial(_in_place_of, edit, one)) for one in _with_recorded(edit, facts, find)]
     if not isinstance(item, Apply) or not item.is_function:
         return [item]
     item = item.counted_from_0(facts.num_layers)
@@ -385,7 +392,7 @@ def _with_recorded(item: Intervention, facts: ModelFacts) -> Sequence[Interventi
         raise PlanError(f"The model has no site {item.site!r} (Apply.site); it has {there}.", field="Apply.site")
     found = []
     for width, layers in by_width.items():
-        made = _program_of(item, width, layers[0], facts)
+        made = _program_at(item, width, layers[0], facts, find)
         program, inputs = made.program, made.inputs
         found.append(changed(item, layers=tuple(layers), program=program, inputs=inputs))
     return found
@@ -395,20 +402,31 @@ def _in_place_of(old: Intervention, new: Intervention, part: Intervention) -> In
     return new if part is old else part
 
 
-def _program_of(item: Apply, width: int, layer: int, facts: ModelFacts) -> Made:
+def _program_at(item: Apply, width: int, layer: int, facts: ModelFacts, find: Finding) -> Made:
     """The program of the function at the site of one layer."""
-    points = [(item.site, layer), *item.inputs]
     if missing := [point for point in item.inputs if point not in facts.widths]:
         raise PlanError(
             f"Apply.inputs: the model has no {missing[0][0]!r} at layer {missing[0][1]}.", field="Apply.inputs"
         )
-    sizes = [width, *(facts.widths[point] for point in item.inputs)]
     function: Any = item.program
+    sizes = [width, *(facts.widths[point] for point in item.inputs)]
+    try:
+        return find(function, [(item.site, layer), *item.inputs], sizes, facts.dtype)
+    except NotRowwise as error:
+        raise _refused(error.reason, error.line) from None
+
+
+def program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
+    """The program of a function, which is called in this process. Raises NotRowwise.
+
+    Args:
+        points, sizes: the sites whose values it takes, and their widths.
+    """
     before = fingerprint([[FunctionProgram(function)]])
-    first, second = (_of_rows(function, points, sizes, facts.dtype, rows) for rows in _FUNCTION_ROWS)
+    first, second = (_of_rows(function, points, sizes, dtype, rows) for rows in _FUNCTION_ROWS)
     same_variables = fingerprint([[FunctionProgram(function)]]) == before
     if first.program != second.program or first.inputs != second.inputs or not same_variables:
-        raise _refused("it does something else each time it is called, or for another number of tokens", 0)
+        raise NotRowwise(0, "it does something else each time it is called, or for another number of tokens")
     return first
 
 
@@ -421,15 +439,12 @@ def _of_rows(
         function, values, torch.device("cpu"), rows if rows == _FUNCTION_ROWS[0] else None
     )
     if reason is not None or found is None:
-        raise _refused(reason or "it returns no tensor", line)
+        raise NotRowwise(line, reason or "it returns no tensor")
     if found.shape != values[0].shape:
-        raise _refused(f"it returns a tensor of shape {list(found.shape)} for {list(values[0].shape)}", line)
+        raise NotRowwise(line, f"it returns a tensor of shape {list(found.shape)} for {list(values[0].shape)}")
     reader = RowwiseReader(values[0], line)
     reader.may_use = lambda point: point in points[1:]
-    try:
-        return reader.program(found)
-    except NotRowwise as error:
-        raise _refused(error.reason, error.line) from None
+    return reader.program(found)
 
 
 def _refused(reason: str, line: int) -> PlanError:

@@ -1,4 +1,4 @@
-"""Decides where the code of a trace runs, by recording it (`trace.record`).
+"""Decides where the code of a trace runs, by recording it (`trace.record`). The caller's process has it done by `lowering.taping`.
 
 If a plan can make all writes of a trace, the forward need not stop: the plan makes the writes, and the code, if it does more, runs on
 captured rows after the step. Otherwise, and in all uncertain cases, the code runs in the forward.
@@ -6,10 +6,7 @@ captured rows after the step. Otherwise, and in all uncertain cases, the code ru
 
 from __future__ import annotations
 
-import copy
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -18,8 +15,8 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows
-from midstream.lowering.recordings import Recorded, Recorder
+from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows, SavedRowsFinder, Template
+from midstream.lowering.recordings import Place, Recorded, Recorder, places_of
 from midstream.lowering.rowwise import Made, NotRowwise, RowReadings, changes, programs_of
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
@@ -28,20 +25,24 @@ from midstream.plan.steps import INPUT
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
-from midstream.trace.code import Outcome, TraceProgram
+from midstream.trace.code import TraceProgram
 from midstream.trace.graph import StepGraph, Write, repeats
 from midstream.trace.record import Model, Recording
 from midstream.trace.shipping import ShippedCode, ship
+from midstream.trace.weights import on_device
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it changes all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _MOST_FORMS = 8  # of the programs of one write, which the engine runs one after the other
-_KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture: at a point that is read in the prompt's step alone, and at others.
 _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
 _WHOLE = (("all_prompt",), ("all",))
+
+
+# The arguments of `lowered_requests` -> its result.
+Finding = Callable[..., "list[Lowered]"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,11 @@ class Lowered:
         saved_rows: the rows of its saved values, if it can run in the caller's process.
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
-        recordings: of its programs, its own last.
-        again: records its own program with another number of steps.
+        keeps_to_graphs: whether its code is known to use only sites that traces can use in the compiled forward.
+        first: its own program's outcome in a request with `steps` steps, if no code runs in the engine.
+        steps: the most steps that its own program takes part in.
+        template: makes the outcome in a request with fewer steps.
+        recordings: of its programs, its own last; only where they were made.
     """
 
     tier: Tier = Tier.FORWARD
@@ -74,14 +78,15 @@ class Lowered:
     saved_rows: SavedRows | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
+    keeps_to_graphs: bool = False
+    first: Template | None = None
+    steps: int = 0
+    template: Callable[[int], Template] | None = field(default=None, repr=False)
     recordings: Sequence[Recording] = field(default=(), repr=False)
-    again: Callable[[int], Recording] | None = None
+    _trace: ClientTrace | None = field(default=None, repr=False)
 
-    @property
-    def keeps_to_graphs(self) -> bool:
-        """Whether its code is known to use only sites that traces can use in the compiled forward."""
-        known = all(recording.reason is None and not recording.watched for recording in self.recordings)
-        return known and all(site in _IN_GRAPHS for site, _ in self.reads)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "template": None, "recordings": (), "_trace": None}
 
     @property
     def reads_nothing(self) -> bool:
@@ -90,27 +95,18 @@ class Lowered:
             self.tier is Tier.CLIENT and self.saved_rows is not None and not self.saved_rows.programs
         )
 
-    def outcome(self, steps: int) -> Outcome:
-        """The outcome of its own program in a request with so many steps, for `Tier.PLAN`."""
-        recording = self.recordings[-1]
-        if self.again is not None and steps < len(recording.steps):
-            recording = self.again(steps)
-        return replace(recording.outcome, values=copy.deepcopy(recording.outcome.values))
+    @property
+    def client_trace(self) -> ClientTrace:
+        """Makes the outcomes of requests, for `Tier.PLAN` and `Tier.CLIENT`."""
+        if self._trace is None:
+            assert self.first is not None and self.template is not None
+            rows = self.saved_rows if self.tier is Tier.CLIENT else None
+            self._trace = ClientTrace(self.first, self.steps, self.template, rows)
+        return self._trace
 
-    def ending(self, tier: Tier, length: int) -> Ending | None:
-        """Makes the outcome of a request whose trace needs no code in the engine; None if it does. `length`: of the prompt."""
-        if tier is Tier.PLAN:
-            return lambda _, steps: self.outcome(steps)
-        return self.client_trace(length).ending if tier is Tier.CLIENT else None
-
-    def client_trace(self, length: int) -> ClientTrace:
-        """Puts the captured rows into its saved values, for `Tier.CLIENT`. `length`: of the prompt."""
-        assert self.again is not None and self.saved_rows is not None
-        prompt = 1 if self.saved_rows.last else length
-        traces = self.saved_rows.traces
-        if prompt not in traces:
-            traces[prompt] = ClientTrace(self.recordings[-1], self.again, self.saved_rows, prompt)
-        return traces[prompt]
+    def ending(self, tier: Tier) -> Ending | None:
+        """Makes the outcome of a request whose trace needs no code in the engine; None if it does."""
+        return self.client_trace.ending if tier in (Tier.PLAN, Tier.CLIENT) else None
 
     def plan_for(self, tier: Tier) -> Plan:
         """The edits, and captures of the rows that the code needs. The code's own writes change its copies of the rows."""
@@ -163,6 +159,13 @@ class Lowering:
         keeps = [one.keeps_to_graphs for one in each]
         return cls(tier, [one.plan_for(tier) for one in each], keeps, each)
 
+    @classmethod
+    def of_call(cls, each: list[Lowered]) -> Lowering:
+        """From the findings about each request. If one of them has to run in the forward, all do."""
+        tiers = {one.tier for one in each}
+        tier = tiers.pop() if len(tiers) == 1 else Tier.FORWARD if Tier.FORWARD in tiers else Tier.BEHIND
+        return cls.of(tier, each)
+
     def in_the_engine(self) -> Lowering:
         """The same for requests whose values are needed before they end, or in the same steps."""
         return Lowering.of(Tier.BEHIND, self.each) if self.tier is Tier.CLIENT else self
@@ -186,16 +189,19 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return own.union(*(item.further for item in items))
 
 
-def explained(program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False) -> str:
+def explained(
+    find: Finding, program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False
+) -> str:
     """The fate of a program line by line, as text. It assumes eight steps.
 
     Args:
+        find: finds where it can run.
         length: of the prompt, in tokens; None for 512.
         is_streamed: whether the caller reads values while the request runs.
     """
     assumed, steps = _EXPLAINED
     programs = [[program]]
-    (found,) = lowered_requests(programs, ship(programs), model, [length or assumed], [steps])
+    (found,) = find(programs, ship(programs), model, [length or assumed], [steps])
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     tier = Tier.PLAN if found.reads_nothing else found.tier
     if is_streamed and found.tier is Tier.CLIENT:
@@ -210,26 +216,6 @@ def explained(program: TraceProgram, model: Model, length: int | None = None, is
     return "\n".join([*lines, ends[tier]])
 
 
-def lower_trace(
-    programs: Sequence[Sequence[TraceProgram]],
-    code: ShippedCode,
-    model: Model,
-    lengths: Sequence[int],
-    steps: Sequence[int],
-) -> Lowering:
-    """How the requests of a call run. If one of them has to run in the forward, all do.
-
-    Args:
-        programs: of each request, which `code` has in the form to send.
-        lengths: of the requests' prompts, in tokens.
-        steps: the most steps of each request.
-    """
-    found = lowered_requests(programs, code, model, lengths, steps)
-    tiers = {one.tier for one in found}
-    tier = tiers.pop() if len(tiers) == 1 else Tier.FORWARD if Tier.FORWARD in tiers else Tier.BEHIND
-    return Lowering.of(tier, found)
-
-
 # Recording.
 
 
@@ -240,28 +226,43 @@ def lowered_requests(
     lengths: Sequence[int],
     steps: Sequence[int],
 ) -> list[Lowered]:
-    """The findings about the code of each request. Arguments as in `lower_trace`.
+    """The findings about the code of each request. It runs in this process: see `lowering.taping` for another one.
 
-    Code that was recorded with equal variables is not recorded again.
+    Args:
+        programs: of each request, which `code` has in the form to send.
+        lengths: of the requests' prompts, in tokens.
+        steps: the most steps of each request.
     """
-    state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
-    key = code.programs, tuple(code.weights), tuple(code.bodies), state
-    known: OrderedDict[Hashable, _Code] = model.recorded
-    found = known.pop(key, None) or _Code(programs, code, model)
-    if len(code.programs) <= _MOST_KEPT:
-        known[key] = found
-        while len(known) > _KEPT_CODES:
-            known.popitem(last=False)
-    return found.lowered(lengths, steps)
+    return TapedCode.of(programs, code, model).lowered(lengths, steps)
 
 
-class _Code:
-    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
-        self._model, self._recorder = model, Recorder(programs, code, model)
-        self._standing = [[program.is_standing for program in own] for own in programs]
+class TapedCode:
+    """The recordings of a call's code, and the findings about requests with it.
+
+    Args:
+        places: for each request's programs, the place of the first equal one.
+        standing: whether these are standing edits.
+        held: the weights of the code, by digest.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Sequence[Place]],
+        standing: Sequence[Sequence[bool]],
+        code: ShippedCode,
+        model: Model,
+        held: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._model, self._recorder, self._standing = model, Recorder(places, code, model, held), standing
+
+    @classmethod
+    def of(cls, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> TapedCode:
+        """The code of these programs, which `code` has in the form to send."""
+        held = {digest: on_device(weight.data, None) for digest, weight in code.weights.items()}
+        return cls(places_of(programs), standing_of(programs), code, model, held)
 
     def lowered(self, lengths: Sequence[int], steps: Sequence[int]) -> list[Lowered]:
-        """The findings about each request."""
+        """The findings about requests with prompts of these lengths and at most so many steps."""
         recorded = self._recorder.recorded(lengths, steps)
         found = [self._request(recorded, i, length, steps[i]) for i, length in enumerate(lengths)]
         if self._recorder.changes_shared:
@@ -279,10 +280,24 @@ class _Code:
                 for recording, is_standing in zip(recordings, self._standing[request], strict=True)
             ]
             made = each[0] if len(each) == 1 else _together(each)
-            if places:
-                made.again = partial(self._recorder.again, places[-1], recorded.length(length), recordings[-1])
+            if places and made.tier in (Tier.PLAN, Tier.CLIENT):
+                made.template = partial(self._template, recorded, places[-1], length, recordings[-1])
+                made.steps = len(recordings[-1].steps)
+                made.first = made.template(made.steps)
             recorded.keep(key, made)
         return recorded.lowered[key]
+
+    def _template(self, recorded: Recorded, place: Place, length: int, known: Recording, steps: int) -> Template:
+        """The outcome of a program in requests with so many steps. `known`: its recording with more steps, or as many."""
+        recording = known
+        if steps < len(known.steps):
+            recording = self._recorder.again(place, recorded.length(length), steps)
+        finder = recorded.once(SavedRowsFinder.found, known, self._model.dtype) if known.needs_body else None
+        return Template.plain(recording) if finder is None else finder.template(recording, length)
+
+
+def standing_of(programs: Sequence[Sequence[TraceProgram]]) -> list[list[bool]]:
+    return [[program.is_standing for program in own] for own in programs]
 
 
 def _side_by_side(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
@@ -312,12 +327,15 @@ def _lowered(
         for point in graph.reads:
             made.reads[point] = made.reads.get(point, True) and step == 0
     made.reads |= dict.fromkeys(recording.watched, False)
+    made.keeps_to_graphs = _keeps_to_graphs([recording], made.reads)
+    finder: SavedRowsFinder | None = None
     try:
         _refuse(recording, made.reads, model)
         made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model))
         if recording.needs_body and not is_standing:
-            made.saved_rows = recorded.once(SavedRows.found, recording, model.dtype)
-        made.tier = _tier_of(made, recording, model, length)
+            finder = recorded.once(SavedRowsFinder.found, recording, model.dtype)
+        made.saved_rows = finder.rows if finder is not None else None
+        made.tier = _tier_of(made, finder, recording, model, length)
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
@@ -328,11 +346,16 @@ def _lowered(
     return made
 
 
-def _tier_of(made: Lowered, recording: Recording, model: Model, length: int) -> Tier:
+def _keeps_to_graphs(recordings: Sequence[Recording], reads: Mapping[Point, bool]) -> bool:
+    known = all(recording.reason is None and not recording.watched for recording in recordings)
+    return known and all(site in _IN_GRAPHS for site, _ in reads)
+
+
+def _tier_of(made: Lowered, finder: SavedRowsFinder | None, recording: Recording, model: Model, length: int) -> Tier:
     """Where code runs whose writes are edits. Raises _Stays if it needs values that captures lack."""
     if not recording.needs_body:
         return Tier.PLAN
-    if made.saved_rows is not None and made.saved_rows.fits(length) and _needs_no_code(made, made.saved_rows, model):
+    if finder is not None and finder.fits(length) and _needs_no_code(made, finder.rows, model):
         return Tier.CLIENT
     values = (value for graph in recording.steps for value in graph.values)
     for value in values:
@@ -544,20 +567,24 @@ def _together(each: Sequence[Lowered]) -> Lowered:
     notes = [note for one in each for note in one.notes]
     recordings = [recording for one in each for recording in one.recordings]
     if reason := next((one.reason for one in each if one.tier is Tier.FORWARD), None):
-        return Lowered(notes=notes, reason=reason, recordings=recordings)
+        return _in_forward(notes, reason, recordings)
     written = [
         point for one in each for point in {(edit.site, layer) for edit in one.edits for layer in edit.at_layers}
     ]
     if len(set(written)) < len(written):
-        return Lowered(notes=notes, reason="two of its bodies write to one site", recordings=recordings)
+        return _in_forward(notes, "two of its bodies write to one site", recordings)
     if any(point in written for one in each for edit in one.edits for point in edit.further):
-        return Lowered(
-            notes=notes, reason="one of its bodies may use a value that another writes", recordings=recordings
-        )
+        return _in_forward(notes, "one of its bodies may use a value that another writes", recordings)
     reads: dict[Point, bool] = {}
     for one in each:
         for point, in_prompt in one.reads.items():
             reads[point] = reads.get(point, True) and in_prompt
     edits = tuple(edit for one in each for edit in one.edits)
     tier = Tier.PLAN if all(one.tier is Tier.PLAN for one in each) else Tier.BEHIND
-    return Lowered(tier, edits, reads, None, notes, None, recordings)
+    keeps = _keeps_to_graphs(recordings, reads)
+    return Lowered(tier, edits, reads, None, notes, None, keeps, recordings=recordings)
+
+
+def _in_forward(notes: list[Note], reason: str, recordings: Sequence[Recording]) -> Lowered:
+    keeps = _keeps_to_graphs(recordings, {})
+    return Lowered(notes=notes, reason=reason, keeps_to_graphs=keeps, recordings=recordings)

@@ -304,15 +304,28 @@ def checked(program: Any) -> Checked:
 
     Programs that differ only in floating numbers are checked once: requests often have programs of their own.
     """
-    key = json.dumps([program.width, program.inputs, program.dtype, written(program.result)])
-    key += json.dumps([[step.op, _shape_of(step.args), _shape_of(step.kwargs)] for step in program.steps])
-    key += json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
 
     def check() -> Checked:
         found, *_ = [_checked(program, rows) for rows in _CHECKED_ROWS]
         return found
 
+    return _remembered(program, check)
+
+
+def remember(program: Any, facts: Checked) -> None:
+    """Note the facts about a program that was checked in another process."""
+    _remembered(program, lambda: facts)
+
+
+def _remembered(program: Any, check: Callable[[], Checked]) -> Checked:
+    key = _structure(program)
     return _known.get(key, check, lambda _: len(key) + _STEP_BYTES * len(program.steps))
+
+
+def _structure(program: Any) -> str:
+    key = json.dumps([program.width, program.inputs, program.dtype, written(program.result)])
+    key += json.dumps([[step.op, _shape_of(step.args), _shape_of(step.kwargs)] for step in program.steps])
+    return key + json.dumps([[c.dtype, c.shape, c.digest if c.dtype not in FLOATS else ""] for c in program.constants])
 
 
 def _shape_of(arg: Any) -> Any:

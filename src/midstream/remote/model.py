@@ -609,8 +609,8 @@ class Remote(DescribedModel):
             lowering, prompts = self._lowered(invokes, code, together)
             if lowering.tier in (Tier.PLAN, Tier.CLIENT):
                 endings = [
-                    one.ending(lowering.tier, len(ids)) if invoke.program is not None else None
-                    for invoke, ids, one in zip(invokes, prompts, lowering.each, strict=True)
+                    one.ending(lowering.tier) if invoke.program is not None else None
+                    for invoke, one in zip(invokes, lowering.each, strict=True)
                 ]
                 call.own = [plans.setdefault(plan, len(plans)) for plan in lowering.plans]
                 invokes = [

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import importlib
 import inspect
 import io
+import os
 import random
 import re
-import secrets
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
@@ -51,6 +49,10 @@ from midstream.trace.tracer import BodyTracer, Cache
 from midstream.trace.weights import Weights
 
 
+def _always(one: Point, other: Point) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Model:
     """The facts about the model that are known before a trace runs.
@@ -61,11 +63,10 @@ class Model:
         sites: those that a plan can use inside compiled code.
         dtype, device: of its activations.
         vocab_size: the width of the logits.
-        tokenizer: returns the model's.
-        text_config: the model's transformers configuration.
+        tokenizer, text_config: return the model's tokenizer and its transformers configuration.
         holds_weights: whether its engine can hold large constants, so that requests need not carry them.
         are_together: whether one pipeline stage owns both points.
-        recorded: the latest recordings, the oldest first.
+        recorded: the latest recorded codes, the oldest first (`lowering.taping`).
     """
 
     arch: Architecture
@@ -76,14 +77,10 @@ class Model:
     vocab_size: int
     aliases: Aliases = field(default_factory=Aliases)
     tokenizer: Callable[[], Any] = lambda: None
-    text_config: Any = None
+    text_config: Callable[[], Any] = lambda: None
     holds_weights: bool = False
-    are_together: Callable[[Point, Point], bool] = lambda one, other: True
+    are_together: Callable[[Point, Point], bool] = _always
     recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
-
-    def __post_init__(self) -> None:
-        """Import the modules that operations import at their first use: the import changes a function of torch and the environment."""
-        importlib.import_module("torch._dynamo")
 
     @cached_property
     def at(self) -> dict[Key, dict[Binding, Point]]:
@@ -127,6 +124,7 @@ class Recording:
         makes_numbers: whether it takes numbers of the forward.
         may_raise: the line of an operation whose errors depend on numbers of the forward.
         watched: the points whose values a cache keeps in all later steps, with the line.
+        changes_process: whether it changes the process that runs it; then another recording there may not see that.
     """
 
     steps: list[StepGraph]
@@ -140,6 +138,7 @@ class Recording:
     makes_numbers: bool = False
     may_raise: int | None = None
     watched: dict[Point, int] = field(default_factory=dict)
+    changes_process: bool = False
 
     @cached_property
     def varied(self) -> int:
@@ -157,7 +156,6 @@ def record(
     steps: int,
     has_arrays: bool = False,
     converted: dict[Any, tuple[torch.Tensor, Any]] | None = None,
-    is_known: bool = False,
 ) -> Recording:
     """Run a program's code on stand-ins.
 
@@ -167,15 +165,15 @@ def record(
         steps: the number of the request's steps.
         has_arrays: whether the program has numpy arrays.
         converted: as in `Notes`.
-        is_known: whether a recording of more steps has shown that the code does not act on the outside world.
     """
     notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
-    modules = {name: (module, dict(vars(module))) for name, module in _give_kinds(program).items()}
+    modules = _give_kinds(program)
+    before = _state_of_process(modules)
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
-        with _seeing(notes, printed, is_known):
+        with _seeing(notes, printed):
             try:
                 body.result = program.run(model.envoy, {})
             except StopTrace as stop:
@@ -189,9 +187,9 @@ def record(
         notes.line = notes.line or _line_of(error, notes.file)
     finally:
         CURRENT.reset(token)
-    for name, (module, before) in modules.items():
-        if _put_back(module, before):
-            notes.reason = notes.reason or f"it changes a variable of the module {name}"
+    changed = _changed(before, _state_of_process(modules))
+    if changed is not None:
+        notes.reason = notes.reason or f"it changes {changed}"
     found = outcome(body, program)
     returns = not is_plain(found.values)
     if body.has_iterated:  # the request may end earlier
@@ -210,6 +208,7 @@ def record(
         notes.makes_numbers,
         notes.may_raise,
         body.watched,
+        changed is not None,
     )
 
 
@@ -225,7 +224,6 @@ def record_function(
     Returns:
         what it returns, None if that is no tensor; why it cannot be recorded, None if it can; and the line of its last operation.
     """
-    importlib.import_module("torch._dynamo")  # as in `Model`
     code = getattr(inspect.unwrap(function), "__code__", None)
     notes = Notes(device, code.co_filename if code is not None else "", True, {})
     notes.rows = rows
@@ -233,7 +231,7 @@ def record_function(
     given, printed = [notes.new(value) for value in values], _PrintedOutput()
     found: Any = None
     try:
-        with _seeing(notes, printed, False):
+        with _seeing(notes, printed):
             found = function(*given)
         found = given[0] if found is None else found
         found = notes.value_of(found) if _is_tensor(found) else None
@@ -253,17 +251,21 @@ def _is_tensor(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _seeing(notes: Notes, printed: _PrintedOutput, is_known: bool) -> Iterator[None]:
-    """Record what the code in the block does. `is_known`: as of `record`."""
-    with (
-        torch.no_grad(),
-        SeeingFunctions(notes),
-        SeeingOperations(notes),
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(printed),
-        _guarded(notes, is_known),
-    ):
-        yield
+def _seeing(notes: Notes, printed: _PrintedOutput) -> Iterator[None]:
+    """Record what the code in the block does. Before it acts on the outside world, the recording ends."""
+    _watch_events()
+    token = _WATCHED.set(notes)
+    try:
+        with (
+            torch.no_grad(),
+            SeeingFunctions(notes),
+            SeeingOperations(notes),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
+            yield
+    finally:
+        _WATCHED.reset(token)
 
 
 class _Fingerprint(CodePickler):
@@ -301,16 +303,39 @@ def _without_class_ids(data: bytes) -> bytes:
     return re.sub(rb"[0-9a-f]{32}", numbered, data)
 
 
-def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
-    """Undo changes of a module's variables. Returns whether there were any."""
-    now = vars(module)
-    changed = [name for name, value in before.items() if name not in now or now[name] is not value]
-    # Imports add modules, and packages that load their parts late add functions and classes.
-    new = [name for name in now if name not in before and not isinstance(now[name], (ModuleType, FunctionType, type))]
-    for name in new:
-        del now[name]
-    now.update({name: before[name] for name in changed})
-    return bool(changed or new)
+def _state_of_process(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
+    """What code may change in its process, apart from its own variables."""
+    arrays: Any = np.random.get_state()
+    variables = {f"{name}.{each}": _Same(value) for name, own in modules.items() for each, value in vars(own).items()}
+    return variables | {
+        "the random numbers of Python": random.getstate(),
+        "the random numbers of numpy": (arrays[1].tobytes(), *arrays[2:]),
+        "the random numbers of torch": torch.get_rng_state().numpy().tobytes(),
+        "the default dtype": torch.get_default_dtype(),
+        "the environment": dict(os.environ),
+        "sys.path": list(sys.path),
+        "warnings.filters": list(warnings.filters),
+    }
+
+
+class _Same:
+    """A variable of a module. Equal to another one with the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The name of the first thing that differs; None if there is none."""
+    for name in before | now:
+        if name not in before and isinstance(now[name].value, (ModuleType, FunctionType, type)):
+            continue  # imports add modules, and packages that load their parts late add functions and classes
+        if before.get(name) != now.get(name):
+            return name
+    return None
 
 
 def _give_kinds(program: TraceProgram) -> dict[str, ModuleType]:
@@ -693,26 +718,10 @@ class _RecordedModel(ModelEnvoy):
 
     @property
     def _text_config(self) -> Any:
-        return self._config
+        return self._config()
 
 
 # The outside world.
-
-# Files whose code may call anything: midstream's own, and that of import statements.
-_TRUSTED = (str(Path(__file__).parents[1]), "<frozen importlib")
-# Packages whose C functions neither act on the world nor depend on it.
-_PURE = frozenset(
-    "builtins torch numpy math cmath operator itertools functools collections re sre string json copy copyreg struct types typing abc "
-    "weakref enum decimal fractions statistics heapq bisect array contextlib contextvars dataclasses inspect unicodedata tokenizers "
-    "greenlet hashlib blake2 pickle midstream sys locale codecs ast tokenize csv thread".split()
-)
-# Their functions that do.
-_IMPURE = frozenset(
-    "open input breakpoint manual_seed seed set_num_threads set_num_interop_threads set_default_dtype setprofile settrace exit _exit "
-    "getrefcount setrecursionlimit _set_default_dtype _cuda_init start_new_thread start_joinable_thread "
-    "from_file as_subclass _make_subclass "
-    "_vmap_increment_nesting _grad_increment_nesting _jvp_increment_nesting _func_increment_nesting".split()
-)
 
 
 class _PrintedOutput(io.StringIO):
@@ -725,119 +734,28 @@ class _PrintedOutput(io.StringIO):
         return len(text)
 
 
-@contextlib.contextmanager
-def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
-    """End the recording in the block before the code calls a function that acts on the outside world or depends on it: files, time, locks,
-    random numbers. Code that is known to be harmless is watched only through Python's audit events, which takes half the time.
-    """
-
-    importing: list[Any] = []  # the outermost import statement that is under way
-
-    def check(frame: Any, event: str, function: Any) -> None:
-        code = frame.f_code
-        if event == "c_call":
-            if not (importing or code.co_filename.startswith(_TRUSTED) or _is_pure(function)):
-                sys.setprofile(None)
-                notes.end(f"it calls {_name_of(function)}, which may act on the world outside or depend on it")
-        elif code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
-            if event == "call" and not importing:
-                importing.append(frame)
-            elif event == "return" and frame in importing:
-                importing.clear()
-
-    def catch(frame: Any, event: str, error: Any) -> Any:
-        """End the recording at an error, even if the code catches it: with the real numbers it might not occur."""
-        if event == "exception" and not importing and not issubclass(error[0], (StopIteration, GeneratorExit, Ended)):
-            sys.settrace(None)
-            notes.end(f"it raises {error[0].__name__}, and the recording knows only the types of the forward's numbers")
-        return catch
-
-    def enter(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename.startswith(_TRUSTED):
-            return None
-        frame.f_trace_lines = False
-        return catch
-
-    def watch_errors() -> None:
-        frame: Any = sys._getframe(1)
-        while frame.f_code not in (record.__code__, record_function.__code__):
-            frame.f_trace = enter(frame, "call", None)
-            frame = frame.f_back
-        sys.settrace(enter)
-
-    traced = sys.gettrace()
-    notes.on_first_number = watch_errors
-    before: Any = sys.getprofile()
-    state: Any = np.random.get_state()
-    numbers = random.getstate()
-    # New states, so that code which restores the former ones is noticed.
-    random.seed(secrets.randbits(64))
-    np.random.seed(secrets.randbits(32))
-    numbers_before = random.getstate()
-    state_before: Any = np.random.get_state()
-    _watch_events()
-    token = _GUARDED.set((notes, importing))
-    collects = gc.isenabled()
-    gc.disable()  # a collection would run the finalizers of other code's objects
-    sys.setprofile(None if is_known else check)
-    try:
-        yield
-    finally:
-        sys.settrace(traced)
-        sys.setprofile(before) if not hasattr(before, "enable") else before.enable()
-        _GUARDED.reset(token)
-        if collects:
-            gc.enable()
-        after: Any = np.random.get_state()
-        same = after[2] == state_before[2] and np.array_equal(after[1], state_before[1])
-        if random.getstate() != numbers_before or not same:
-            notes.reason = notes.reason or "it draws random numbers"
-        random.setstate(numbers)
-        np.random.set_state(state)
-
-
-# The second guard: Python's audit events, raised by any caller. (The first guard is off after its first refusal, and does not see calls
-# from C code.)
-_GUARDED: ContextVar[tuple[Notes, list[Any]] | None] = ContextVar("midstream_guarded", default=None)
-_EVENTS = tuple("open os. socket. subprocess. shutil. tempfile. ctypes.dlopen urllib. sqlite3. _thread.".split())
+_WATCHED: ContextVar[Notes | None] = ContextVar("midstream_watched", default=None)
+# Of Python's audit events, those of acts on the outside world.
+_EVENTS = tuple("open os. socket. subprocess. shutil. tempfile. ctypes. urllib. sqlite3. _thread. signal.".split())
 
 
 @functools.cache
 def _watch_events() -> None:
     """Install one audit hook for all recordings, since Python cannot remove it."""
 
-    def watch(event: str, _: Any, guard: Any = _GUARDED) -> None:  # a default argument, since globals are gone at exit
-        guarded = guard.get()
-        if guarded is None or not event.startswith(_EVENTS):
-            return
-        notes, importing = guarded
-        if not importing:
-            notes.end(f"it acts on the world outside: {event}")
+    def watch(event: str, _: Any, act: Any = before_act) -> None:  # a default argument, since globals are gone at exit
+        if event.startswith(_EVENTS):
+            act(event)
 
     sys.addaudithook(watch)
 
 
-def _is_pure(function: Any) -> bool:
-    if function.__name__ in _IMPURE:
-        return False
-    owner = getattr(function, "__self__", None)
-    if owner is None or isinstance(owner, ModuleType):
-        home = function.__module__ or "builtins"
-    else:
-        kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
-        name = function.__name__
-        own = (kind for kind in kinds if name in vars(kind) and not isinstance(vars(kind)[name], FunctionType))
-        kind = next(own, kinds[0])
-        home = kind.__module__
-        if kind is torch.Generator or (
-            kind is ContextVar and name == "get"
-        ):  # its value belongs to the caller's context
-            return False
-    return home.partition(".")[0].lstrip("_") in _PURE or home.startswith("pybind11")
-
-
-def _name_of(function: Any) -> str:
-    owner = getattr(function, "__self__", None)
-    if owner is None or isinstance(owner, ModuleType):
-        return f"{function.__module__}.{function.__name__}" if function.__module__ != "builtins" else function.__name__
-    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{function.__name__}"
+def before_act(what: str, watched: Any = _WATCHED) -> None:
+    """End the recording, if one is under way, before its code acts on the outside world. Imports are part of no code."""
+    if (notes := watched.get()) is None:
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    if frame is None:
+        notes.end(f"it acts on the world outside, or depends on it: {what}")

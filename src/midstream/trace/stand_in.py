@@ -269,7 +269,6 @@ class Notes:
         rows: if the code has to be the same for any number of rows, the number that its stand-ins have: a prime, so that no other size is a
             multiple of it; else None.
         makes_numbers: whether the code has taken a number of the forward.
-        on_first_number: called when it takes the first of them.
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
 
@@ -283,7 +282,6 @@ class Notes:
         self.sizes: list[Any] = []
         self.rows: int | None = None
         self.makes_numbers = False
-        self.on_first_number: Callable[[], None] = lambda: None
         self.may_raise: int | None = None
         self._count = 0
         self._consts: dict[Any, tuple[torch.Tensor, Value]] = {}
@@ -655,12 +653,7 @@ class SeeingOperations(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        policy = sys.getprofile()
-        sys.setprofile(None)
-        try:
-            return self._notes.seen(func, args, kwargs or {})
-        finally:
-            sys.setprofile(policy)
+        return self._notes.seen(func, args, kwargs or {})
 
 
 class SeeingFunctions(TorchFunctionMode):
@@ -726,9 +719,7 @@ def _unsupported(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> NoReturn
 def _number(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
     if tensor.numel() != 1:
         notes.end("item() of several numbers")
-    if not notes.makes_numbers:
-        notes.makes_numbers = True
-        notes.on_first_number()
+    notes.makes_numbers = True
     kind = float if tensor.dtype.is_floating_point else int
     if tensor.dtype in (torch.bool, torch.complex64, torch.complex128):
         notes.end("it needs a number that only the forward has")

@@ -26,7 +26,7 @@ import pickle
 import socket
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from typing import Annotated, Any, NamedTuple
 
@@ -103,7 +103,8 @@ def pack(value: Any, stream: SentTensors | None = None, *, exact: bool = False) 
         stream: tensors that were sent on it are not sent again unless they have changed.
         exact: send tensors made in inference mode even if `stream` has carried them: their changes cannot be seen.
     """
-    return with_tensors(*_pickled(value), stream, exact)
+    body, found, _ = pickled(value)
+    return with_tensors(body, found, stream, exact)
 
 
 def with_tensors(body: bytes, found: Sequence[torch.Tensor], stream: SentTensors | None, exact: bool = False) -> Packed:
@@ -166,14 +167,15 @@ def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> A
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles a value, with its tensors as out-of-band buffers."""
+    """Pickles a value, with its tensors as out-of-band buffers. `stands_in`: whether another object stands for a tensor."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, stands_in: Callable[[Any], bool]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda buffer: buffer is not OUT_OF_BAND)
         self.tensors: list[torch.Tensor] = []
+        self._stands_in = stands_in
 
     def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id, not called for every number and string
-        if not is_raw(obj):
+        if not is_raw(obj) and not self._stands_in(obj):
             if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
                 return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return super().reducer_override(obj)
@@ -199,23 +201,24 @@ class _ForgivingPickler(_Pickler):
         is_container = isinstance(obj, dict) or hasattr(obj, "_make") or dataclasses.is_dataclass(obj)
         if not is_container and not is_raw(obj):
             try:
-                _pickle(obj, _Pickler)
+                _pickle(obj, _Pickler, self._stands_in)
             except Exception as error:
                 return UnsendableError, (type(obj).__qualname__, repr(error))
         return super().reducer_override(obj)
 
 
-def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+def pickled(value: Any, stands_in: Callable[[Any], bool] = lambda _: False) -> tuple[bytes, list[torch.Tensor], bool]:
+    """A value's pickle, its tensors, and whether a part of it could not be pickled. `stands_in`: as of `_Pickler`."""
     for pickler in (_Pickler, _ForgivingPickler):
         try:
-            return _pickle(value, pickler)
+            return *_pickle(value, pickler, stands_in), pickler is _ForgivingPickler
         except Exception as error:  # from the second one, a container whose own class cannot be pickled
             failure = UnsendableError(type(value).__qualname__, repr(error))
-    return _pickle(failure, _Pickler)
+    return *_pickle(failure, _Pickler, stands_in), True
 
 
-def _pickle(value: Any, kind: type[_Pickler]) -> tuple[bytes, list[torch.Tensor]]:
-    pickler = kind(file := io.BytesIO())
+def _pickle(value: Any, kind: type[_Pickler], stands_in: Callable[[Any], bool]) -> tuple[bytes, list[torch.Tensor]]:
+    pickler = kind(file := io.BytesIO(), stands_in)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 

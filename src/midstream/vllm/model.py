@@ -16,6 +16,7 @@ from midstream.client.described import DescribedModel
 from midstream.client.model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
+from midstream.lowering import taping
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import refuse
@@ -123,6 +124,7 @@ class VLLM(DescribedModel):
             )
         arguments = launch.llm_arguments(model, settings, engine)
         self.progress, self._tokenizer_kwargs = progress, dict(tokenizer_kwargs or {})
+        taping.start()
         self._use(launch.start_engine(arguments, is_async=mode == "async"), model, mode)
 
     @classmethod
@@ -356,7 +358,7 @@ class VLLM(DescribedModel):
         endings: list[Ending | None] = [None] * len(invokes)
         for i, found in enumerate(lowering.each):
             if invokes[i].program is not None:
-                endings[i] = found.ending(lowering.tier, len(prompts[i]))
+                endings[i] = found.ending(lowering.tier)
         return _Work(lowering.tier, plans, weights, endings)
 
     def _traces(

@@ -1,0 +1,441 @@
+"""Has code of traces recorded in a process of its own, so that nothing of it runs in the caller's process.
+
+    start()                                                     # ahead of the first trace, while the engine loads
+    lowering = lower_trace(programs, code, model, lengths, steps)
+    plan = with_programs(plan, facts)                           # for the functions in a plan's `Apply`s
+
+Each caller's process has one `taper`, which ends with it, and in it a fork for each of the latest codes. Code that ends or blocks its
+fork runs in the engine's forward, where it may do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakSet
+
+from midstream.errors import MidstreamError, TraceError
+from midstream.lowering import rowwise, taper, tiers
+from midstream.lowering.client_traces import Template
+from midstream.lowering.recordings import places_of
+from midstream.lowering.rowwise import Made, NotRowwise
+from midstream.lowering.tiers import Lowered, Lowering, Note, standing_of
+from midstream.plan.values import ModelFacts, Plan
+from midstream.sites import Point
+from midstream.trace.code import FunctionProgram, TraceProgram
+from midstream.trace.record import Model
+from midstream.trace.shipping import ShippedCode, ship
+from midstream.trace.weights import Weight
+
+_START_SECONDS = 120.0  # until the process is ready
+_SECONDS = 30.0  # for one answer
+_KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
+_MOST_CALLS = 512  # kinds of calls of one code, by the lengths of prompts and the steps, whose plans are remembered
+_FORKS = 6  # codes whose recordings are kept
+_WEIGHT_BYTES = 1 << 32  # of tensors that the process keeps
+_RUN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+    "from midstream.lowering.taper import main; main(int(sys.argv.pop()))"
+)
+
+
+class _EndedError(Exception):
+    """The process, or a fork of it, has ended or does not answer. The text says why.
+
+    Attributes:
+        by_code: whether the code that was taped has done that.
+    """
+
+    def __init__(self, reason: str, by_code: bool = False) -> None:
+        super().__init__(reason)
+        self.by_code = by_code
+
+
+class _Taper:
+    """The process that forks. Its methods may be called by several threads."""
+
+    def __init__(self) -> None:
+        self._control, other = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        with other:
+            files = [str(other.fileno()), json.dumps([str(each) for each in sys.path])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _RUN, *files],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[other.fileno()],
+                start_new_session=True,  # Ctrl-C is for the caller
+            )
+        self._lock = threading.RLock()
+        self._is_ready = False
+        self._numbers = count()
+        self._sent = 0  # how many models and tensors; a fork has those that were sent before it
+        self._models: dict[int, tuple[weakref.ref[Model], int, int]] = {}  # id -> the model, its number, its place
+        self._weights: OrderedDict[str, tuple[int, int]] = OrderedDict()  # digest -> bytes, place
+        self._spare: _Fork | None = None  # a fork that is ready, since forking takes time
+
+    def fork(self, code: ShippedCode, model: Model | None) -> tuple[_Fork, int]:
+        """A fork that has the code's weights and the model, and the model's number. Raises _EndedError."""
+        with self._lock:
+            try:
+                self._wait_until_ready()
+                number, needed = self._send_model(model) if model is not None else (0, 0)
+                needed = max(needed, self._send_weights(code))
+                fork, self._spare = self._spare, None
+                if fork is not None and fork.sent < needed:
+                    fork.close()
+                    fork = None
+                fork = fork or self._new_fork()
+                self._spare = self._new_fork()
+            except (OSError, EOFError) as error:
+                raise _EndedError(f"the process that tapes bodies has ended: {self._last_error or error}") from error
+        return fork, number
+
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self._control.settimeout(_START_SECONDS)
+            if not self._control.recv(1):
+                raise EOFError
+            self._control.settimeout(None)
+            self._is_ready = True
+
+    @property
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    def _new_fork(self) -> _Fork:
+        own, other = socket.socketpair()
+        number = next(self._numbers)
+        with other:
+            taper.send(self._control, taper.NewFork(number), passed=[other.fileno()])
+        return _Fork(self, own, number, self._sent)
+
+    def _send_model(self, model: Model) -> tuple[int, int]:
+        known, number, place = self._models.get(id(model), (None, 0, 0))
+        if known is None or known() is not model:
+            number = next(self._numbers)
+            taper.send(self._control, taper.described(number, model))
+            self._sent = place = self._sent + 1
+            self._models[id(model)] = weakref.ref(model), number, place
+        return number, place
+
+    def _send_weights(self, code: ShippedCode) -> int:
+        """Send the code's weights that the process lacks. Returns the place of the last one."""
+        for digest, weight in code.weights.items():
+            if digest in self._weights:
+                self._weights.move_to_end(digest)
+                continue
+            taper.send(self._control, taper.NewWeight(digest, len(weight.data)))
+            self._control.sendall(weight.data)
+            self._sent += 1
+            self._weights[digest] = len(weight.data), self._sent
+        while sum(size for size, _ in self._weights.values()) > _WEIGHT_BYTES:
+            digest = next(iter(self._weights))
+            if digest in code.weights:
+                break
+            del self._weights[digest]
+            taper.send(self._control, taper.DropWeight(digest))
+        return max((self._weights[digest][1] for digest in code.weights), default=0)
+
+    def end_fork(self, number: int) -> None:
+        """End a fork that may not read its connection."""
+        with self._lock, contextlib.suppress(OSError):
+            taper.send(self._control, taper.EndFork(number))
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def drop(self) -> None:
+        """Leave the process to the parent of this forked process."""
+        self._control.close()
+        self._process.returncode = 0  # nobody waits for it here
+
+
+class _Fork:
+    """A fork that records one code.
+
+    Attributes:
+        sent: as of `_Taper` when it began.
+    """
+
+    def __init__(self, owner: _Taper, sock: socket.socket, number: int, sent: int) -> None:
+        self._taper, self._sock, self._number, self.sent = owner, sock, number, sent
+        _forks.add(self)
+
+    def ask(self, message: Any, code: ShippedCode, model: Model | None = None) -> Any:
+        """The answer. Raises _EndedError if none comes, and errors that the fork has sent."""
+        known = {digest: weight.data for digest, weight in code.weights.items()}
+        limit = time.monotonic() + _SECONDS
+        try:
+            while True:
+                self._sock.settimeout(max(0.1, limit - time.monotonic()))
+                taper.send(self._sock, message)
+                answer = taper.receive(self._sock, known)
+                if not isinstance(answer, taper.Asks):
+                    break
+                message = _attribute(model, answer.name)
+        except TimeoutError:
+            self.end()
+            raise _EndedError(f"taping it takes more than {_SECONDS:.0f} seconds", by_code=True) from None
+        except (OSError, EOFError):
+            self.end()
+            raise _EndedError("it ends the process in which it is taped") from None
+        except BaseException:  # Ctrl-C
+            self.end()
+            raise
+        if isinstance(answer, taper.Failed):
+            raise answer.error
+        return answer
+
+    def end(self) -> None:
+        self.close()
+        self._taper.end_fork(self._number)
+
+    def close(self) -> None:
+        """The fork ends as soon as it is idle."""
+        self._sock.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._sock.fileno() >= 0
+
+
+def _attribute(model: Model | None, name: str) -> Any:
+    """The pickled attribute of the model that a fork asks for."""
+    try:
+        return pickle.dumps(getattr(model, name)())
+    except Exception as error:
+        return taper.Failed(TraceError(f"{name} cannot be sent to the process that tapes bodies: {error}"))
+
+
+# The process.
+
+_lock = threading.RLock()
+_forks: WeakSet[_Fork] = WeakSet()
+_codes: WeakSet[_Code] = WeakSet()
+_running: _Taper | None = None
+
+
+def start() -> None:
+    """Start the process, if it does not run. Its imports take some seconds, in which this process may do other things."""
+    with contextlib.suppress(_EndedError):
+        _taper()
+
+
+def _taper() -> _Taper:
+    global _running
+    with _lock:
+        if _running is None or not _running.is_running:
+            try:
+                _running = _Taper()
+            except OSError as error:
+                raise _EndedError(f"the process that tapes bodies cannot be started: {error}") from error
+        return _running
+
+
+def _forget() -> None:
+    """Leave the process to the parent of this forked process."""
+    global _running, _lock
+    _lock = threading.RLock()
+    for fork in list(_forks):
+        fork.close()
+    for code in list(_codes):
+        code.lock = threading.RLock()
+    if _running is not None:
+        _running.drop()
+        _running = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _new_fork(code: ShippedCode, model: Model | None) -> tuple[_Fork, int]:
+    """As `_Taper.fork`, in a new process if the present one has ended."""
+    try:
+        return _taper().fork(code, model)
+    except _EndedError:
+        return _taper().fork(code, model)
+
+
+def _twice(ask: Callable[[], Any]) -> Any:
+    """The answer, of a second fork if the first one ends: something else than the code may have ended it."""
+    try:
+        return ask()
+    except _EndedError as error:
+        if error.by_code:
+            raise
+    try:
+        return ask()
+    except _EndedError as error:
+        error.by_code = error.by_code or _taper().is_running
+        raise
+
+
+# What is asked of it.
+
+
+class _Code:
+    """The code of calls, with the findings about it."""
+
+    def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
+        self._places, self._standing = places_of(programs), standing_of(programs)
+        self._code, self._model = code, model
+        self._found: OrderedDict[taper.ForRequests, list[Lowered]] = OrderedDict()
+        self._failure: str | None = None  # why it cannot be taped
+        self.fork: _Fork | None = None
+        self.lock = threading.RLock()
+        _codes.add(self)
+
+    def lowered(self, requests: taper.ForRequests) -> list[Lowered]:
+        """The findings about requests."""
+        with self.lock:
+            if requests in self._found:
+                return self._found[requests]
+            if self._failure is not None:
+                return [_in_forward(self._failure) for _ in requests.lengths]
+            try:
+                found = _twice(partial(self._ask, requests))
+            except _EndedError as error:
+                if error.by_code:
+                    self._failure = str(error)
+                else:
+                    warnings.warn(f"Traces run in the forward, which is slow: {error}.", RuntimeWarning, stacklevel=2)
+                return [_in_forward(str(error)) for _ in requests.lengths]
+            except MidstreamError as error:
+                found = [_in_forward(str(error)) for _ in requests.lengths]
+            for i, one in enumerate(found):
+                one.template = partial(self._template, requests, i)
+            self._found[requests] = found
+            while len(self._found) > _MOST_CALLS:
+                self._found.popitem(last=False)
+            return found
+
+    def _template(self, requests: taper.ForRequests, request: int, steps: int) -> Template:
+        """The outcome of a request with fewer steps than foreseen."""
+        with self.lock:
+            try:
+                return _twice(partial(self._ask, taper.ForTemplate(requests, request, steps)))
+            except _EndedError as error:
+                raise TraceError(f"The trace's values cannot be put together: {error}.") from error
+
+    def _ask(self, message: Any) -> Any:
+        if self.fork is None or not self.fork.is_open:
+            self.fork, number = _new_fork(self._code, self._model)
+            code = _without_content(self._code)
+            self.fork.ask(taper.ForCode(code, self._places, self._standing, number, sys.path), self._code)
+        _keep_latest(self)
+        return self.fork.ask(message, self._code, self._model)
+
+
+def _without_content(code: ShippedCode) -> ShippedCode:
+    return replace(code, weights={digest: Weight(b"", digest) for digest in code.weights})
+
+
+_latest: OrderedDict[int, weakref.ref[_Code]] = OrderedDict()
+
+
+def _keep_latest(code: _Code) -> None:
+    """End the forks of other codes than the latest ones."""
+    with _lock:
+        _latest[id(code)] = weakref.ref(code)
+        _latest.move_to_end(id(code))
+        while len(_latest) > _FORKS:
+            _, oldest = _latest.popitem(last=False)
+            if (old := oldest()) is not None and old.fork is not None and old.lock.acquire(blocking=False):
+                old.fork.close()
+                old.lock.release()
+
+
+def lowered_requests(
+    programs: Sequence[Sequence[TraceProgram]],
+    code: ShippedCode,
+    model: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> list[Lowered]:
+    """As `tiers.lowered_requests`. Code that was recorded with equal variables is not recorded again."""
+    key = code.programs, tuple(code.weights), tuple(code.bodies)
+    with _lock:
+        found = model.recorded.pop(key, None) or _Code(programs, code, model)
+        if len(code.programs) <= _MOST_KEPT:
+            model.recorded[key] = found
+            while len(model.recorded) > _KEPT_CODES:
+                model.recorded.popitem(last=False)
+    return found.lowered(taper.ForRequests(tuple(lengths), tuple(steps)))
+
+
+def lower_trace(
+    programs: Sequence[Sequence[TraceProgram]],
+    code: ShippedCode,
+    model: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> Lowering:
+    """How the requests of a call run. Arguments as of `tiers.lowered_requests`."""
+    return Lowering.of_call(lowered_requests(programs, code, model, lengths, steps))
+
+
+def explained(program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False) -> str:
+    """As `tiers.explained`."""
+    return tiers.explained(lowered_requests, program, model, length, is_streamed)
+
+
+def _in_forward(reason: str) -> Lowered:
+    return Lowered(notes=[Note(0, "forward", reason)], reason=f"line 0: {reason}")
+
+
+def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
+    """As `rowwise.with_programs`."""
+    return rowwise.with_programs(plan, facts, _program_of)
+
+
+_programs: OrderedDict[Hashable, Made] = OrderedDict()
+
+
+def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
+    """As `rowwise.program_of`. A function that was recorded with equal variables is not recorded again."""
+    try:
+        code = ship([[FunctionProgram(function)]])
+    except TraceError as error:
+        raise NotRowwise(0, str(error)) from error
+    asked = taper.ForFunction(_without_content(code), tuple(points), tuple(sizes), dtype, sys.path)
+    key = code.programs, tuple(code.weights), *asked[1:4]
+    if key not in _programs:
+
+        def ask() -> Any:
+            fork, _ = _new_fork(code, None)
+            try:
+                return fork.ask(asked, code)
+            finally:
+                fork.close()
+
+        try:
+            answer = _twice(ask)
+        except (_EndedError, MidstreamError) as error:
+            raise NotRowwise(0, str(error)) from error
+        if isinstance(answer, taper.NotAProgram):
+            raise NotRowwise(answer.line, answer.reason)
+        _programs[key] = answer
+        while len(_programs) > _KEPT_CODES:
+            _programs.popitem(last=False)
+    return _programs[key]
