@@ -309,9 +309,7 @@ class _Code:
         if found is None:
             return made
         notes = [note for note in made.notes if note.kind != "edit"] + [Note(found.line, "forward", found.text)]
-        return replace(
-            made, tier=Tier.FORWARD, edits=(), notes=notes, reason=f"line {found.line}: {found.text}"
-        )
+        return replace(made, tier=Tier.FORWARD, edits=(), notes=notes, reason=f"line {found.line}: {found.text}")
 
 
 def _side_by_side(found: Sequence[Lowered], writes: bool) -> list[Lowered]:

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from midstream.errors import CaptureError
 from midstream.plan.compile import compile_plan
 from midstream.plan.ops.edit import edited
+from midstream.plan.program import Program
 from midstream.plan.running import run, tensor_of
 from midstream.runtime.points import tree_of
 from midstream.runtime.request import Tier
@@ -41,6 +42,7 @@ from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import Body
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
+from midstream.trace.graph import StepGraph, repeats
 from midstream.trace.interleaver import BehindStep
 from midstream.trace.parallel import Peers, Stage
 from midstream.trace.rows import Event, FlatRows
@@ -94,29 +96,33 @@ def difference(
         tape = lowered(length)
         if tape.tier is Tier.FORWARD:
             continue
-        varied = max((each.varied for each in tape.recordings), default=FEW_STEPS)
-        count = min(steps, max(FEW_STEPS, min(varied, MOST_STEPS)))
+        count = min(steps, max(FEW_STEPS, *(_varied(each.steps) for each in tape.recordings)))
         is_large = _constant_bytes(tape) > _MOST_CONSTANTS
         if is_large and number:
             break
         width = sum(model.arch.widths[point] for point in tape.reads)
         if width * length * model.dtype.itemsize > _MOST_BYTES:
             return Difference(0, f"the values of {length} tokens are too many for a check of what it does")
-        with _quietly(), torch.inference_mode(), _Devices.of(model.device):  # engines run bodies in inference mode
-            check = _Check(programs, model, tape, length, is_special=number > 0)
-            try:
-                found = check.run(min(count, 2) if is_large else count)
-            finally:
-                check.close()
+        check = _Check(model, tape, length, is_special=number > 0)
+        found = check.run(programs, min(count, 2) if is_large else count) or check.ending()
         if found is not None:
             return found
     return None
 
 
+def _varied(steps: Sequence[StepGraph]) -> int:
+    """How many steps to check: up to the last one that differs from the one before, as far as `MOST_STEPS` allows. In the last of many
+    steps the code returns, and so differs in any case.
+    """
+    last = len(steps) if len(steps) <= MOST_STEPS else MOST_STEPS
+    return next((i + 1 for i in range(last - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
+
+
 def _constant_bytes(tape: Lowered) -> int:
     plan = tape.plan_for(tape.tier)
-    programs = {each.program for each in plan.interventions if getattr(each, "program", None) is not None}
-    return sum({constant: constant.nbytes for each in programs for constant in each.constants}.values())
+    found = {getattr(each, "program", None) for each in plan.interventions}
+    constants = {constant for program in found if isinstance(program, Program) for constant in program.constants}
+    return sum(constant.nbytes for constant in constants)
 
 
 @contextlib.contextmanager
@@ -144,42 +150,39 @@ class _Check:
         is_special: whether some rows have huge, tiny and zero numbers.
     """
 
-    def __init__(self, programs: Programs, model: Model, tape: Lowered, length: int, is_special: bool) -> None:
+    def __init__(self, model: Model, tape: Lowered, length: int, is_special: bool) -> None:
         self._model, self._tape, self._length = model, tape, length
         self._numbers = _Numbers(model, is_special)
         self._forward = _Forward(model)
         self._edits = _Edits(tape, model, length)
-        envoy = _Model(model, self._forward)
-        self._programs = list(programs(partial(_resolved, envoy)))
-        self._bodies = [
-            Body(str(i), partial(program.run, envoy, {}), in_engine=True) for i, program in enumerate(self._programs)
-        ]
-        for body in self._bodies:
-            self._forward.add(body)
+        self._bodies: list[Body] = []
+        self._ends: list[Outcome] = []
+        self._taken = 0  # steps
 
-    def close(self) -> None:
-        for body in self._bodies:
-            self._forward.discard(body.name)
-
-    def run(self, steps: int) -> Difference | None:
-        """The first difference in a request with so many steps."""
-        taken = 0
-        for step in range(steps):
-            found = self._step(step)
-            if found is not None:
-                return found
-            taken += 1
-            if any(body.failure is not None for body in self._bodies):
-                break
-        for body in self._bodies:
-            self._forward.finish(body.name)
-        for body in self._bodies:
-            if isinstance(body.failure, _Unknown):
-                return Difference(0, str(body.failure))
-        ends = [outcome(body, program) for body, program in zip(self._bodies, self._programs, strict=True)]
-        if self._tape.tier is Tier.BEHIND:
-            return self._reads()
-        return self._reads() or self._ending(ends, taken)
+    def run(self, programs: Programs, steps: int) -> Difference | None:
+        """Run a request of so many steps. Returns the first difference between what the code and the tape do in it."""
+        envoy = _Model(self._model, self._forward)
+        own = programs(partial(_resolved, envoy))
+        # Engines run bodies in inference mode.
+        with _quietly(), torch.inference_mode(), _Devices.of(self._model.device):
+            try:
+                for i, program in enumerate(own):
+                    self._bodies.append(Body(str(i), partial(program.run, envoy, {}), in_engine=True))
+                    self._forward.add(self._bodies[-1])
+                while self._taken < steps and all(body.failure is None for body in self._bodies):
+                    found = self._step(self._taken)
+                    if found is not None:
+                        return found
+                    self._taken += 1
+                for body in self._bodies:
+                    self._forward.finish(body.name)
+                    if isinstance(body.failure, _Unknown):
+                        return Difference(0, str(body.failure))
+                self._ends = [outcome(body, program) for body, program in zip(self._bodies, own, strict=True)]
+            finally:
+                for body in self._bodies:
+                    self._forward.discard(body.name)
+        return self._reads()
 
     # Steps.
 
@@ -203,9 +206,9 @@ class _Check:
                 found = self._written(point, step, *(_value(binding, tree) for tree in (was, taped, now)))
                 if found is not None:
                     return found
-        for name, value in self._numbers.last(step).items():
+        for name in ("logits", "samples"):
             if self._forward.expects(("", name)):
-                self._forward.fire(("", name), value)
+                self._forward.fire(("", name), self._numbers.last(name, step))
         self._forward.end_step()
         return None
 
@@ -239,17 +242,19 @@ class _Check:
                 return Difference(0, f"the code reads {point_name(key)} in step {step}, and the tape does not")
         return None
 
-    def _ending(self, ends: Sequence[Outcome], steps: int) -> Difference | None:
-        """A difference between the outcomes, if none of the code runs."""
-        *others, theirs = ends
+    def ending(self) -> Difference | None:
+        """A difference between the outcomes, if the code does not run for the request."""
+        if self._tape.tier is Tier.BEHIND:
+            return None
+        *others, theirs = self._ends
         for each in others:
             if each.failure is not None:
                 return _raised(each.failure, "nothing")
         try:
             if self._tape.tier is Tier.PLAN:
-                mine = self._tape.outcome(steps)
+                mine = self._tape.outcome(self._taken)
             else:
-                mine = self._tape.client_trace(self._length).outcome(self._edits.captured, steps)
+                mine = self._tape.client_trace(self._length).outcome(self._edits.captured, self._taken)
         except CaptureError:  # the request would end with this error
             return None
         if _text_of(mine.failure) != _text_of(theirs.failure):
@@ -391,13 +396,12 @@ class _Numbers:
                 tree = replaced(tree, binding.residual, second)
         return tree
 
-    def last(self, step: int) -> dict[str, torch.Tensor]:
-        """The values after the forward."""
+    def last(self, name: str, step: int) -> torch.Tensor:
+        """The value of the logits or the samples, after the forward."""
         vocab = self._model.vocab_size
-        return {
-            "logits": self._part(f"logits {step}", vocab)[None],
-            "samples": torch.tensor([zlib.crc32(b"%d" % step) % vocab]),
-        }
+        if name == "logits":
+            return self._part(f"logits {step}", vocab)[None]
+        return torch.tensor([zlib.crc32(b"%d" % step) % vocab])
 
     def _value(self, name: str, tokens: int, width: int, step: int) -> torch.Tensor:
         value_TW = self._part(name, tokens * width).view(tokens, width)
