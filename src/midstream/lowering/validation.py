@@ -63,6 +63,7 @@ _MOST_BYTES = 1 << 28  # of the values that the code reads in the prompt's step
 _MOST_CONSTANTS = 1 << 24  # bytes; with more, one length and two steps are checked
 _POOL = 1 << 20  # the least random numbers of a pool
 _ROUNDINGS = 4  # how many rounding errors may add up
+_OF_SUMS = 16  # the same for sums over a row
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ class _Check:
             if any(body.error is not None for body in self._bodies):
                 break  # later edits do not matter: the request fails
             for binding, point in points.items():
-                found = self._written(point, step, *(_value(binding, tree) for tree in (was, taped, now)))
+                sizes = map_tensors(was, lambda _, each: each.abs())
+                found = self._written(point, step, *(_value(binding, tree) for tree in (sizes, was, taped, now)))
                 if found is not None:
                     return found
         for name in ("logits", "samples"):
@@ -213,9 +215,15 @@ class _Check:
         return None
 
     def _written(
-        self, point: Point, step: int, was_TW: torch.Tensor, taped_TW: torch.Tensor, now_TW: torch.Tensor
+        self,
+        point: Point,
+        step: int,
+        sizes_TW: torch.Tensor,
+        was_TW: torch.Tensor,
+        taped_TW: torch.Tensor,
+        now_TW: torch.Tensor,
     ) -> Difference | None:
-        far = _far_rows(was_TW, taped_TW, now_TW)
+        far = _far_rows(sizes_TW, was_TW, taped_TW, now_TW)
         if far is None:
             return None
         row, place = far
@@ -515,21 +523,27 @@ def _nothing(*_: Any) -> NoReturn:
 # Comparing.
 
 
-def _far_rows(was_TW: torch.Tensor, mine_TW: torch.Tensor, theirs_TW: torch.Tensor) -> tuple[int, int] | None:
+def _far_rows(
+    sizes_TW: torch.Tensor, was_TW: torch.Tensor, mine_TW: torch.Tensor, theirs_TW: torch.Tensor
+) -> tuple[int, int] | None:
     """The first row and element where a tape's value is too far from the code's; None if there is none.
 
-    Rounding errors are relative to an element before and after, and to the largest change in its row. A row that the code leaves alone has
-    to have the same bits.
+    Rounding errors are relative to an element before and after, and to the largest change in its row; those of sums over a row, which are
+    computed in float32, to the largest element. A row that the code leaves alone has to stay as it is, unless a change of one of its two
+    streams may have been lost to rounding.
+
+    Args:
+        sizes_TW: of the numbers whose sum the value is.
     """
     if _same_bits(mine_TW, theirs_TW).all():
         return None
-    was, mine, theirs = (each.reshape(len(each), -1).double() for each in (was_TW, mine_TW, theirs_TW))
-    eps = torch.finfo(was_TW.dtype).eps * _ROUNDINGS
+    sizes, was, mine, theirs = (each.reshape(len(each), -1).double() for each in (sizes_TW, was_TW, mine_TW, theirs_TW))
+    eps, of_sums = torch.finfo(was_TW.dtype).eps * _ROUNDINGS, torch.finfo(torch.float32).eps * _OF_SUMS
     change = (theirs - was).abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
-    slack = (eps * (was.abs() + theirs.abs() + change)).where(theirs.isfinite(), 0.0)
+    slack = eps * (sizes + theirs.abs() + change) + of_sums * sizes.amax(-1, keepdim=True)
     is_equal = (mine == theirs) | (mine.isnan() & theirs.isnan())
-    far = ~(((mine - theirs).abs() <= slack) | is_equal)
-    is_alone = _same_bits(was_TW, theirs_TW).reshape(len(was), -1).all(-1, keepdim=True)
+    far = ~(((mine - theirs).abs() <= slack.where(theirs.isfinite(), 0.0)) | is_equal)
+    is_alone = (_same_bits(was_TW, theirs_TW).reshape(len(was), -1) & (sizes == was.abs())).all(-1, keepdim=True)
     far |= is_alone & ~is_equal
     return tuple(far.nonzero()[0].tolist()) if bool(far.any()) else None
 
