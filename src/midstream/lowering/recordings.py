@@ -41,12 +41,14 @@ class Recorded:
 
     Attributes:
         lowered: the findings of `lowering.tiers` about requests. Keys contain ids of recordings, which the values keep alive.
+        differences: what `lowering.validation` has found about the tapes of requests.
     """
 
     def __init__(
         self, recordings: dict[tuple[Place, int], Recording], steps: _Jobs, lengths: tuple[int, int] | None
     ) -> None:
         self._recordings, self._steps, self._lengths = recordings, steps, lengths
+        self.differences: dict[Hashable, Any] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -77,6 +79,10 @@ class Recorded:
     def length(self, length: int) -> int:
         """A length for which a program does the same as for the given one."""
         return length if self._lengths is None else self._lengths[0]
+
+    def to_check(self, length: int) -> list[int]:
+        """Lengths of prompts at which to check what a program does, a short one first."""
+        return [length] if self._lengths is None else [self._lengths[0], self._lengths[0] + 2]
 
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
         return place, self.length(length)
@@ -222,8 +228,12 @@ class Recorder:
         made.reason = made.reason or self._changing.get(place)
         return made
 
+    def copy(self, resolve: Callable[[Any], Any]) -> list[list[TraceProgram]]:
+        """A new copy of the programs of all requests. `resolve`: finds the model's own objects."""
+        return unship(self._code.programs, resolve, None, self._held)
+
     def _copy(self) -> list[list[TraceProgram]]:
-        return unship(self._code.programs, self._model.resolve, None, self._held)
+        return self.copy(self._model.resolve)
 
     def _compare(self, copy: list[list[TraceProgram]]) -> None:
         """Note whether the recordings have changed the variables of `copy`."""

@@ -18,6 +18,7 @@ from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows, SavedRowsFinder, Template
 from midstream.lowering.recordings import Place, Recorded, Recorder, places_of
 from midstream.lowering.rowwise import Made, NotRowwise, RowReadings, changes, programs_of
+from midstream.lowering.validation import MOST_STEPS, difference
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program
@@ -275,17 +276,44 @@ class TapedCode:
         ends = [(id(each), min(steps, each.varied), steps > len(each.steps)) for each in recordings]
         key = tuple(places), length, tuple(ends)
         if key not in recorded.lowered:
-            each = [
-                _lowered(recorded, recording, self._model, length, steps, is_standing)
-                for recording, is_standing in zip(recordings, self._standing[request], strict=True)
-            ]
-            made = each[0] if len(each) == 1 else _together(each)
-            if places and made.tier in (Tier.PLAN, Tier.CLIENT):
-                made.template = partial(self._template, recorded, places[-1], length, recordings[-1])
-                made.steps = len(recordings[-1].steps)
-                made.first = made.template(made.steps)
+            made = self._made(recorded, request, length, steps)
+            if made.tier is not Tier.FORWARD:
+                made = self._checked(made, recorded, request, length, steps)
             recorded.keep(key, made)
         return recorded.lowered[key]
+
+    def _made(self, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
+        places = self._recorder.places[request]
+        recordings = [self._recorder.of(recorded, place, length, steps) for place in places]
+        each = [
+            _lowered(recorded, recording, self._model, length, steps, is_standing)
+            for recording, is_standing in zip(recordings, self._standing[request], strict=True)
+        ]
+        made = each[0] if len(each) == 1 else _together(each)
+        if places and made.tier in (Tier.PLAN, Tier.CLIENT):
+            made.template = partial(self._template, recorded, places[-1], length, recordings[-1])
+            made.steps = len(recordings[-1].steps)
+            made.first = made.template(made.steps)
+        return made
+
+    def _checked(self, made: Lowered, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
+        """The same, or the forward if the tape does something else than the code on real numbers."""
+        lengths = recorded.to_check(length)
+        key = tuple(self._recorder.places[request]), tuple(lengths), min(steps, MOST_STEPS)
+        if key not in recorded.differences:
+            recorded.differences[key] = difference(
+                lambda resolve: self._recorder.copy(resolve)[request],
+                self._model,
+                lambda each: made if each == length else self._made(recorded, request, each, steps),
+                lengths,
+                steps,
+            )
+        found = recorded.differences[key]
+        if found is None:
+            return made
+        notes = [note for note in made.notes if note.kind != "edit"] + [Note(found.line, "forward", found.text)]
+        reason = f"line {found.line}: {found.text}"
+        return replace(made, tier=Tier.FORWARD, edits=(), first=None, template=None, notes=notes, reason=reason)
 
     def _template(self, recorded: Recorded, place: Place, length: int, known: Recording, steps: int) -> Template:
         """The outcome of a program in requests with so many steps. `known`: its recording with more steps, or as many."""
