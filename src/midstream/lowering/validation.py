@@ -104,8 +104,11 @@ def difference(
         width = sum(model.arch.widths[point] for point in tape.reads)
         if width * length * model.dtype.itemsize > _MOST_BYTES:
             return Difference(0, f"the values of {length} tokens are too many for a check of what it does")
-        check = _Check(model, tape, length, is_special=number > 0)
-        found = check.run(programs, min(count, 2) if is_large else count) or check.ending()
+        try:
+            check = _Check(model, tape, length, is_special=number > 0)
+            found = check.run(programs, min(count, 2) if is_large else count) or check.ending()
+        except Exception as error:  # what cannot be checked is not used
+            found = Difference(0, f"the check of the tape fails: {type(error).__name__}: {error}")
         if found is not None:
             return found
     return None
@@ -158,23 +161,26 @@ class _Check:
         self._edits = _Edits(tape, model, length)
         self._bodies: list[Body] = []
         self._ends: list[Outcome] = []
-        self._taken = 0  # steps
+        self._taken, self._failed = 0, False  # steps, and whether the code has raised an error in one of them
 
     def run(self, programs: Programs, steps: int) -> Difference | None:
         """Run a request of so many steps. Returns the first difference between what the code and the tape do in it."""
         envoy = _Model(self._model, self._forward)
         own = programs(partial(_resolved, envoy))
         # Engines run bodies in inference mode.
-        with _quietly(), torch.inference_mode(), _Devices.of(self._model.device):
+        with _quietly(), torch.inference_mode():
             try:
                 for i, program in enumerate(own):
-                    self._bodies.append(Body(str(i), partial(program.run, envoy, {}), in_engine=True))
-                    self._forward.add(self._bodies[-1])
+                    body = Body(str(i), partial(_run, program, envoy, self._model.device), in_engine=True)
+                    body.journal = None  # no position is computed again
+                    self._bodies.append(body)
+                    self._forward.add(body)
                 while self._taken < steps and all(body.failure is None for body in self._bodies):
                     found = self._step(self._taken)
                     if found is not None:
                         return found
                     self._taken += 1
+                self._failed = any(body.error is not None for body in self._bodies)
                 for body in self._bodies:
                     self._forward.finish(body.name)
                     if isinstance(body.failure, _Unknown):
@@ -255,9 +261,9 @@ class _Check:
         if self._tape.tier is Tier.BEHIND:
             return None
         *others, theirs = self._ends
-        for each in others:
+        for each in others if not self._failed else self._ends:
             if each.failure is not None:
-                return _raised(each.failure, "nothing")
+                return _raised(each.failure, "none")
         try:
             mine = self._tape.client_trace.outcome(self._edits.captured, self._taken)
         except CaptureError:  # the request would end with this error
@@ -286,6 +292,11 @@ class _Check:
             return found.memory.value.line
         except Exception:
             return 0
+
+
+def _run(program: TraceProgram, envoy: _Model, device: torch.device) -> Any:
+    with contextlib.nullcontext() if device.type == "cpu" else _Devices(device):
+        return program.run(envoy, {})
 
 
 def _raised(failure: Failure, instead: str) -> Difference:
@@ -628,10 +639,6 @@ class _Devices(TorchFunctionMode):
         self._device = device
         self._on_cpu: dict[int, Any] = {}  # tensors that would be on the CPU next to the engine, by id
 
-    @staticmethod
-    def of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if device.type == "cpu" else _Devices(device)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS_DEVICE:
@@ -648,7 +655,9 @@ class _Devices(TorchFunctionMode):
         else:
             found = func(*map(_on_cpu, args), **{name: _on_cpu(each) for name, each in kwargs.items()})
         is_on_cpu = to_cpu or (was_on_cpu and not to_cuda)
-        if is_on_cpu != was_on_cpu and any(found is each for each in tensors):
+        if any(found is each for each in tensors):
+            if func not in _MOVES or is_on_cpu == (id(found) in self._on_cpu):
+                return found  # a change in place, or it is there already
             found = found.clone()
         if is_on_cpu:
             map_objects(found, torch.Tensor, self._note)
@@ -659,6 +668,7 @@ class _Devices(TorchFunctionMode):
         return tensor
 
 
+_MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
 _ASKS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
