@@ -28,6 +28,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
+from midstream.lowering.taper import warm_up
 from midstream.lowering.tiers import Lowered, TapedCode, Tier
 from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
@@ -38,6 +39,7 @@ from midstream.trace.code import RETURNED, FunctionProgram, TraceProgram
 from midstream.trace.record import Model
 from midstream.trace.shipping import ShippedCode, ship
 
+warm_up()
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 8, 5, 20
 # Each site's module within its layer, whether it is the input or the output, and where the value lies there.
 _LAYER = [

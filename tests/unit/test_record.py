@@ -212,13 +212,7 @@ USES = {
 }
 
 
-_NOT_YET = pytest.mark.xfail(strict=True, reason="the validation on real tensors has to find it")
-
-
-@pytest.mark.parametrize(
-    "use",
-    [pytest.param(use, marks=_NOT_YET) if use in ("full", "clamp", "json", "decimal") else use for use in USES],
-)
+@pytest.mark.parametrize("use", USES)
 def test_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
     use_it = USES[use]
 

@@ -73,7 +73,7 @@ def why_wrong(given: Any, body: Callable[..., Any], steps: int, length: int) -> 
     if given.tier is Tier.BEHIND:
         return None
     if given.tier is Tier.PLAN:
-        mine = given.outcome(request.step + 1 if request.stopped else steps)
+        mine = given.client_trace.outcome({}, request.step + 1 if request.stopped else steps)
         if mine.stopped != request.stopped:
             return "does not stop"
         value = mine.values.get(RETURNED)
@@ -163,20 +163,16 @@ def rule(op: str, form: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], No
 
 def values_by(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """A fault in the saved values of captured rows."""
-    filled = client_traces._Template.filled
-
-    def broken(self, planes):
-        values = filled(self, planes)
-        return {name: change(value) for name, value in values.items()}
-
-    return lambda monkeypatch: monkeypatch.setattr(client_traces._Template, "filled", broken)
+    return outcomes_by(
+        lambda found: replace(found, values={name: change(value) for name, value in found.values.items()})
+    )
 
 
 def outcomes_by(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault in the outcome of code that a plan replaces."""
-    outcome = tiers.Lowered.outcome
+    """A fault in the outcomes that are made of templates."""
+    filled = client_traces.Template.filled
     return lambda monkeypatch: monkeypatch.setattr(
-        tiers.Lowered, "outcome", lambda self, steps: change(outcome(self, steps))
+        client_traces.Template, "filled", lambda self, planes: change(filled(self, planes))
     )
 
 
@@ -407,10 +403,7 @@ def test_a_container_in_two_places_is_one_object(monkeypatch):
 
     given = found(block(), known=fresh())
     assert given.tier is Tier.CLIENT
-    filled = client_traces._Template.filled
-    monkeypatch.setattr(
-        client_traces._Template, "filled", lambda *given: {k: list(v) for k, v in filled(*given).items()}
-    )
+    values_by(list)(monkeypatch)
     given = found(block(), known=fresh())
     assert given.tier is Tier.FORWARD and "one object" in given.reason
 

@@ -333,7 +333,7 @@ class _Fork:
         global _connection
         _connection = self._connection
         # Copies the memory that recording writes to, unless a code waits already.
-        _warm_up(lambda: not select.select([self._connection], [], [], 0)[0])
+        warm_up(lambda: not select.select([self._connection], [], [], 0)[0])
         torch.set_num_threads(_THREADS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The code must not write files. Most attempts end the recording (`trace.record`) before this makes them fail.
@@ -433,7 +433,7 @@ def _without_compiler() -> None:
             inner.__dynamo_disable = inner
 
 
-def _warm_up(goes_on: Callable[[], bool] = lambda: True) -> None:
+def warm_up(goes_on: Callable[[], bool] = lambda: True) -> None:
     """Record some code, so that PyTorch imports and caches what it does at the first operations of a process."""
     bindings: Any = {("resid_post", layer): Binding(f"layers.{layer}", "output", (0,), (1,)) for layer in range(2)}
     modules = {"": "Model", "layers": "ModuleList", "layers.0": "Layer", "layers.1": "Layer"}
@@ -478,7 +478,7 @@ def main(control: int) -> None:
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # operations on the meta device import it
     _watch_functions()
     _without_compiler()
-    _warm_up()
+    warm_up()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to the memory that the forks share
     connection = socket.socket(fileno=control)

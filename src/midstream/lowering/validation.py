@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import pickle
 import random
 import warnings
 import zlib
@@ -24,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -569,20 +571,27 @@ class _Comparison:
     def __init__(self) -> None:
         self._pairs: dict[int, int] = {}  # of objects that can change, by id: the tape's -> the code's
         self._back: dict[int, int] = {}
+        self._seen: dict[int, Any] = {}  # those that were compared, which stay alive
 
     def of(self, mine: Any, theirs: Any) -> tuple[list[Any], str] | None:
         """Where they differ first, and how."""
         kind = type(theirs)
-        if type(mine) is not kind:
+        if _name_of(type(mine)) != _name_of(kind):
             return [], f"the tape gives a {type(mine).__name__} where the code gives a {kind.__name__}"
         if kind in _PLAIN:
             return None if mine == theirs else ([], f"the tape gives {mine!r} where the code gives {theirs!r}")
         if kind in (float, complex):
             return None if repr(mine) == repr(theirs) else ([], f"the tape gives {mine} where the code gives {theirs}")
+        if isinstance(theirs, (type, *_FUNCTIONS)):  # a copy of each
+            names = _name_of(mine), _name_of(theirs)
+            return None if names[0] == names[1] else ([], f"the tape gives {names[0]} where the code gives {names[1]}")
         if kind is not tuple:
             known = self._pairs.setdefault(id(mine), id(theirs)), self._back.setdefault(id(theirs), id(mine))
             if known != (id(theirs), id(mine)):
                 return [], "the tape and the code differ in which of them is one object"
+            if id(theirs) in self._seen:
+                return None
+            self._seen[id(theirs)] = mine, theirs
         if issubclass(kind, torch.Tensor):
             text = _unequal(mine, theirs)
             return ([], text) if text is not None else None
@@ -591,12 +600,12 @@ class _Comparison:
                 return [], f"the tape gives {len(mine)} elements where the code gives {len(theirs)}"
             return self._parts((i, one, other) for i, (one, other) in enumerate(zip(mine, theirs, strict=True)))
         if kind is dict:
-            if list(mine) != list(theirs):
-                return [], f"the tape gives the keys {list(mine)} where the code gives {list(theirs)}"
-            return self._parts((name, mine[name], theirs[name]) for name in theirs)
+            keys = self.of(list(mine), list(theirs))
+            values = zip(mine, mine.values(), theirs.values(), strict=True)
+            return keys if keys is not None else self._parts(values)
         if kind in (set, frozenset):
             return None if mine == theirs else ([], f"the tape gives {mine} where the code gives {theirs}")
-        return [], f"a {kind.__name__} cannot be compared"
+        return self.of(_reduced(mine), _reduced(theirs))
 
     def _parts(self, parts: Iterator[tuple[Any, Any, Any]]) -> tuple[list[Any], str] | None:
         for name, mine, theirs in parts:
@@ -604,6 +613,22 @@ class _Comparison:
             if found is not None:
                 return [name, *found[0]], found[1]
         return None
+
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+
+
+def _name_of(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _reduced(value: Any) -> Any:
+    """What pickle makes an object of."""
+    found = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if isinstance(found, str):
+        return found
+    make, args, state, items, pairs = (*found, None, None, None)[:5]
+    return make, args, state, None if items is None else list(items), None if pairs is None else list(pairs)
 
 
 def _unequal(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
