@@ -165,6 +165,11 @@ class _Taper:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, if it ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
     def drop(self) -> None:
         """Leave the process to the parent of this forked process."""
         self._control.close()
@@ -199,6 +204,7 @@ class _Fork:
             raise _EndedError(f"taping it takes more than {_SECONDS:.0f} seconds", by_code=True) from None
         except (OSError, EOFError):
             self.end()
+            self._taper.wait(0.2)  # if it has ended, too, that is known then
             raise _EndedError("it ends the process in which it is taped") from None
         except BaseException:  # Ctrl-C
             self.end()
