@@ -1,6 +1,7 @@
 """Has code of traces recorded in a process of its own, so that nothing of it runs in the caller's process.
 
     start()                                                     # ahead of the first trace, while the engine loads
+    prepare(model)                                              # once the engine is there
     lowering = lower_trace(programs, code, model, lengths, steps)
     plan = with_programs(plan, facts)                           # for the functions in a plan's `Apply`s
 
@@ -108,13 +109,22 @@ class _Taper:
                 raise _EndedError(f"the process that tapes bodies has ended: {self._last_error or error}") from error
         return fork, number
 
-    def _wait_until_ready(self) -> None:
+    def prepare(self, model: Model) -> None:
+        """Have a fork that knows the model, unless the process is not ready yet."""
+        with self._lock, contextlib.suppress(OSError, EOFError):
+            self._wait_until_ready(0.0)
+            self._send_model(model)
+            self._spare = self._new_fork()
+
+    def _wait_until_ready(self, seconds: float = _START_SECONDS) -> None:
         if not self._is_ready:
-            self._control.settimeout(_START_SECONDS)
-            if not self._control.recv(1):
-                raise EOFError
-            self._control.settimeout(None)
-            self._is_ready = True
+            self._control.settimeout(seconds)
+            try:
+                if not self._control.recv(1):
+                    raise EOFError
+                self._is_ready = True
+            finally:
+                self._control.settimeout(None)
 
     @property
     def _last_error(self) -> str:
@@ -165,6 +175,11 @@ class _Taper:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, if it ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
     def drop(self) -> None:
         """Leave the process to the parent of this forked process."""
         self._control.close()
@@ -199,6 +214,7 @@ class _Fork:
             raise _EndedError(f"taping it takes more than {_SECONDS:.0f} seconds", by_code=True) from None
         except (OSError, EOFError):
             self.end()
+            self._taper.wait(0.2)  # if it has ended, too, that is known then
             raise _EndedError("it ends the process in which it is taped") from None
         except BaseException:  # Ctrl-C
             self.end()
@@ -240,6 +256,12 @@ def start() -> None:
     """Start the process, if it does not run. Its imports take some seconds, in which this process may do other things."""
     with contextlib.suppress(_EndedError):
         _taper()
+
+
+def prepare(model: Model) -> None:
+    """Have a fork ready for code of this model, if the process has started already."""
+    with contextlib.suppress(_EndedError):
+        _taper().prepare(model)
 
 
 def _taper() -> _Taper:

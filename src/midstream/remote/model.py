@@ -22,6 +22,7 @@ from midstream.capture.consumers import Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
 from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError, about
+from midstream.lowering import taping
 from midstream.lowering.client_traces import Ending
 from midstream.lowering.tiers import Lowering
 from midstream.plan.fields import nearest
@@ -421,6 +422,7 @@ class Remote(DescribedModel):
         self.edits, self.progress = {}, progress
         self.mode, self._is_async = mode, mode == "async"
         keys = (api_key or os.environ.get(API_KEY), admin_key or os.environ.get(ADMIN_KEY))
+        taping.start()
         self._connection = ServerConnection(url, *keys)
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]

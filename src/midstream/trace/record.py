@@ -312,6 +312,7 @@ def _state_of_process(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
         "the random numbers of numpy": (arrays[1].tobytes(), *arrays[2:]),
         "the random numbers of torch": torch.get_rng_state().numpy().tobytes(),
         "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
         "the environment": dict(os.environ),
         "sys.path": list(sys.path),
         "warnings.filters": list(warnings.filters),

@@ -126,6 +126,8 @@ class VLLM(DescribedModel):
         self.progress, self._tokenizer_kwargs = progress, dict(tokenizer_kwargs or {})
         taping.start()
         self._use(launch.start_engine(arguments, is_async=mode == "async"), model, mode)
+        if self._connection.is_described:
+            taping.prepare(self._known)
 
     @classmethod
     def attached(cls, engine: Any) -> Self:
@@ -171,6 +173,7 @@ class VLLM(DescribedModel):
     async def start(self) -> Self:
         """Connect the workers of an async engine. The first trace calls this. Call it yourself to use the module tree before that."""
         await self._connection.start()
+        taping.prepare(self._known)
         return self
 
     @property

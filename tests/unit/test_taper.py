@@ -1,0 +1,486 @@
+"""Code of traces is recorded in a process of its own: it ends with the caller, survives what the code does, and leaves the caller's process
+alone (row U1).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from recorded import FIND, LENGTH, MODEL, WIDTH, V, found, lowered, model, said, steer
+
+from midstream.errors import PlanError
+from midstream.lowering import taping
+from midstream.lowering.tiers import Tier
+from midstream.plan.ops import Apply
+from midstream.plan.values import ModelFacts, Plan
+from midstream.trace.code import RETURNED, FunctionProgram
+from midstream.trace.shipping import ship
+
+
+@pytest.fixture(autouse=True)
+def _by_the_process():
+    token = FIND.set(taping.lowered_requests)
+    yield
+    FIND.reset(token)
+
+
+def adds(model):
+    model.layers_output[2] += V
+
+
+def process():
+    assert taping._running is not None
+    return taping._running._process
+
+
+def wait_for(holds, seconds=60):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_there(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def forks():
+    pid = process().pid
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+# Its life.
+
+
+def run_script(text, **options):
+    text = "from recorded import FIND, V, found, said\nfrom midstream.lowering import taping\n" + textwrap.dedent(text)
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys, os\n" + text], stdout=subprocess.PIPE, text=True, **options
+    )
+
+
+STARTED = """
+    FIND.set(taping.lowered_requests)
+    def adds(model):
+        model.layers_output[2] += V
+    assert found(adds).edits
+    pid = taping._running._process.pid
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        print(pid, *file.read().split(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "returns", "busy"])
+def test_it_ends_with_the_caller(how):
+    busy = """
+        import threading
+        def endless(model):
+            while True:
+                pass
+        threading.Thread(target=lambda: (FIND.set(taping.lowered_requests), found(endless)), daemon=True).start()
+    """
+    script = STARTED + (textwrap.indent(textwrap.dedent(busy), "    ") if how == "busy" else "")
+    caller = run_script(script + ("" if how == "returns" else "    sys.stdin.read()\n"), stdin=subprocess.PIPE)
+    pids = caller.stdout.readline().split()
+    assert len(pids) > 1 and all(map(is_there, pids))
+    if how != "returns":
+        time.sleep(0.5)
+        caller.kill()
+    caller.wait()
+    wait_for(lambda: not any(map(is_there, pids)), 20)
+
+
+def test_a_process_that_has_ended_is_started_again():
+    found(adds)
+    first = process()
+    for pid in (*forks(), first.pid):
+        os.kill(int(pid), signal.SIGKILL)
+    assert said(found(adds)) == [steer(V)]  # known
+    given = found(lambda m: adds(m))
+    assert process() is not first and said(given) == [steer(V)]
+
+
+def test_a_fork_of_the_caller_starts_its_own():
+    caller = run_script(
+        STARTED
+        + """
+    child = os.fork()
+    if child == 0:
+        given = found(lambda m: adds(m))
+        print(taping._running._process.pid != pid, [name for name, *_ in said(given)], flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    given = found(lambda m: (adds(m), 1)[1])
+    print(taping._running._process.pid == pid, [name for name, *_ in said(given)], flush=True)
+"""
+    )
+    out = caller.communicate()[0].splitlines()
+    assert out[1:] == ["True ['Steer']", "True ['Steer']"]
+
+
+def test_forks_of_older_codes_end_and_their_codes_can_still_be_asked():
+    def body(model, tracer, factor):
+        return [factor, *(model.layers_output[2][-1] for _ in tracer.iter[:])]
+
+    def bodies():
+        for factor in range(taping._FORKS + 3):
+
+            def one(model, tracer, factor=factor):
+                return [factor, *(model.layers_output[2][-1] for _ in tracer.iter[:])]
+
+            yield one
+
+    every = [found(one, steps=6) for one in bodies()]
+    wait_for(lambda: len(forks()) <= taping._FORKS + 1)
+    rows = {("resid_post", 2): torch.ones(2, WIDTH)}
+    for number, given in enumerate(every):
+        assert given.tier is Tier.CLIENT
+        assert given.client_trace.outcome(rows, 2).values[RETURNED][0] == number
+
+
+def test_several_threads_tape_at_once():
+    def tape(factor):
+        FIND.set(taping.lowered_requests)
+        results[factor] = said(found(lambda model: model.layers_output[2].add_(factor * V)))
+
+    results = {}
+    threads = [threading.Thread(target=tape, args=(factor,)) for factor in range(1, 9)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert results == {factor: [steer(factor * V)] for factor in range(1, 9)}
+
+
+# What the code does there.
+
+
+def test_code_that_ends_its_process_runs_in_the_forward():
+    def leaves(model):
+        os._exit(1)
+
+    def crashes(model):
+        model.layers_output[2].apply_(lambda x: x + 1)
+
+    def is_killed(model):
+        signal.raise_signal(signal.SIGKILL)
+
+    def runs_out_of_stack(model):
+        nested = []
+        for _ in range(1_000_000):
+            nested = [nested]
+        return repr(nested) and nested
+
+    for body in (leaves, crashes, is_killed):
+        for _ in range(2):
+            given = found(body)
+            assert given.tier is Tier.FORWARD and not given.edits, body.__name__
+            assert "it ends the process in which it is taped" in given.reason
+        text = taping.explained(FunctionProgram(body), MODEL)
+        assert "it ends the process in which it is taped" in text and "runs in the forward" in text
+    found(runs_out_of_stack)
+    assert said(found(adds)) == [steer(V)]
+
+
+def test_code_that_does_not_end_runs_in_the_forward(monkeypatch):
+    monkeypatch.setattr(taping, "_SECONDS", 2.0)
+
+    def loops(model):
+        while True:
+            pass
+
+    def waits(model):
+        threading.Event().wait()
+
+    for body in (loops, waits):
+        begin = time.monotonic()
+        assert "takes more than 2 seconds" in found(body).reason
+        assert 1.5 < time.monotonic() - begin < 30
+        begin = time.monotonic()
+        assert found(body).tier is Tier.FORWARD and time.monotonic() - begin < 1
+    assert said(found(lambda m: adds(m))) == [steer(V)]
+    wait_for(lambda: len(forks()) <= taping._FORKS + 1)
+
+
+def test_without_the_process_code_runs_in_the_forward(monkeypatch):
+    monkeypatch.setattr(taping, "_running", None)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    def body(model):
+        model.layers_output[1] += V
+
+    with pytest.warns(RuntimeWarning, match="cannot be started"):
+        assert found(body).tier is Tier.FORWARD
+    with pytest.raises(PlanError, match="cannot be started"):
+        taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=lambda h: h * 2)]), FACTS)
+    monkeypatch.undo()
+    FIND.set(taping.lowered_requests)
+    assert said(found(body)) == [steer(V, 1)]
+
+
+def test_ctrl_c_leaves_and_the_next_code_is_taped():
+    def waits(model):
+        threading.Event().wait()
+
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        found(waits)
+    assert said(found(lambda m: adds(m))) == [steer(V)]
+
+
+# The caller's process.
+
+
+def test_prints_of_other_threads_all_come(capsys):
+    lines, stop = [], threading.Event()
+
+    def prints():
+        while not stop.is_set():
+            print(f"line {len(lines)}")
+            lines.append(1)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=prints)
+    thread.start()
+    for number in range(6):
+        found(lambda model, number=number: print(number) or model.layers_output[2].mul_(number))
+    stop.set()
+    thread.join()
+    assert capsys.readouterr().out.splitlines() == [f"line {number}" for number in range(len(lines))]
+
+
+def test_random_numbers_and_variables_of_other_threads_are_not_set_back():
+    module = sys.modules[__name__]
+    module.COUNTED, drawn, stop = 0, [], threading.Event()
+
+    def counts():
+        while not stop.is_set():
+            module.COUNTED += 1
+            drawn.append((random.random(), float(np.random.rand())))
+            time.sleep(0.0005)
+
+    random.seed(1)
+    np.random.seed(1)
+    thread = threading.Thread(target=counts)
+    thread.start()
+    for number in range(6):
+        found(lambda model, number=number: COUNTED + number + random.random())  # noqa: F821
+    stop.set()
+    thread.join()
+    random.seed(1)
+    np.random.seed(1)
+    assert drawn == [(random.random(), float(np.random.rand())) for _ in drawn]
+    assert len(drawn) == module.COUNTED
+
+
+def test_settings_of_the_process_stay_as_they_are():
+    def appends(model):
+        sys.path.append("/nowhere")
+
+    def of_devices(model):
+        torch.set_default_device("meta")
+
+    def of_dtypes(model):
+        torch.set_default_dtype(torch.float64)
+
+    def of_the_environment(model):
+        os.environ["MADE_BY_CODE"] = "1"
+
+    path = list(sys.path)
+    for body in (appends, of_devices, of_dtypes, of_the_environment):
+        assert found(body).tier is Tier.FORWARD, body.__name__
+    assert (
+        sys.path == path
+        and torch.get_default_device().type == "cpu"
+        and torch.empty(1).device.type == "cpu"
+        and torch.get_default_dtype() is torch.float32
+    )
+    assert "MADE_BY_CODE" not in os.environ
+
+
+def test_each_code_sees_the_process_as_it_began(tmp_path, monkeypatch):
+    """The state that one code leaves is not seen by the next: the engine may run the one and not the other."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "counting_package.py").write_text(
+        "class Counts:\n    made = 0\n    def __init__(self):\n        Counts.made += 1\n        self.number = Counts.made\n"
+        "FLAGS = set()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.setattr("midstream.trace.saves._INSTALLED", (str(tmp_path),))
+    import counting_package
+
+    def counts(model):
+        return counting_package.Counts().number
+
+    def sets(model):
+        counting_package.FLAGS.add("set")
+        return len(counting_package.FLAGS)
+
+    def reads(model):
+        return sorted(counting_package.FLAGS)
+
+    assert found(counts).tier is Tier.FORWARD and counting_package.Counts.made == 0
+    found(sets)
+    assert not counting_package.FLAGS
+    given = found(reads)
+    assert given.tier is Tier.PLAN and given.client_trace.outcome({}, 1).values[RETURNED] == []
+
+
+def test_a_default_dtype_of_the_caller_does_not_reach_code_as_in_the_engine():
+    torch.set_default_dtype(torch.float64)
+    try:
+        given = found(lambda model: str(torch.get_default_dtype()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert given.client_trace.outcome({}, 1).values[RETURNED] == "torch.float32"
+
+
+def test_what_the_code_prints_does_not_come_from_the_recording(capfd):
+    def body(model):
+        print("printed")
+        os.system("true")
+
+    def writes(model):
+        print("written", file=sys.stderr)
+        model.layers_output[2] += V
+
+    assert found(body).tier is Tier.FORWARD and found(writes).tier is Tier.BEHIND
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_module_of_the_callers_is_not_imported_or_changed(tmp_path, monkeypatch):
+    (tmp_path / "my_probe_module.py").write_text(
+        "import torch\nSEEN = []\nV = torch.ones(8)\n\ndef probe(model):\n    SEEN.append(1)\n    model.layers_output[2] += V\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_probe_module
+
+    assert said(found(my_probe_module.probe)) == [steer(torch.ones(8))] and not my_probe_module.SEEN
+
+
+# Tensors, functions, the tokenizer.
+
+
+def test_large_tensors_are_sent_once_and_again_when_they_change():
+    big = torch.randn(WIDTH, 40_000)
+
+    def scores(model):
+        return (model.layers_output[1] @ big)[:, :2]
+
+    def others(model):
+        return (model.layers_output[2] @ big)[:, :3]
+
+    before = dict(taping._taper()._weights)
+    first = found(scores)
+    after = dict(taping._taper()._weights)
+    found(others)
+    assert len(after) == len(before) + 1 and taping._taper()._weights.keys() == after.keys()
+    (program,) = first.saved_rows.programs.values()
+    assert any(torch.equal(torch.tensor(each.numbers).view(each.shape), big) for each in program.constants)
+    big.mul_(2)
+    (program,) = found(scores).saved_rows.programs.values()
+    assert any(torch.equal(torch.tensor(each.numbers).view(each.shape), big) for each in program.constants)
+    assert len(taping._taper()._weights) == len(after) + 1
+
+
+def test_a_large_constant_comes_back_as_the_callers_own_bytes():
+    big = torch.randn(WIDTH, 40_000)
+
+    def scores(model):
+        return (model.layers_output[1] @ big)[:, :2]
+
+    given = found(scores)
+    (program,) = given.saved_rows.programs.values()
+    (constant,) = [each for each in program.constants if each.nbytes > 1 << 20]
+    code = ship([[FunctionProgram(scores)]])
+    assert any(constant.data is weight.data for weight in code.weights.values())
+
+
+def test_old_tensors_are_dropped(monkeypatch):
+    monkeypatch.setattr(taping, "_WEIGHT_BYTES", 4 << 20)
+    for number in range(4):
+        big = torch.full((WIDTH, 60_000), float(number))
+        found(lambda model, big=big: (model.layers_output[1] @ big)[:, :2])
+        assert sum(size for size, _ in taping._taper()._weights.values()) <= 4 << 20
+
+
+def test_code_gets_the_tokenizer_when_it_asks_for_it():
+    asked = []
+
+    def tokenizer():
+        asked.append(1)
+        return {"word": 3}
+
+    known = model()
+    object.__setattr__(known, "tokenizer", tokenizer)
+
+    def uses(model):
+        model.layers_output[2] *= model.tokenizer["word"]
+
+    assert said(found(adds, known=known)) == [steer(V)] and not asked
+    assert found(uses, known=known).edits == found(lambda m: m.layers_output[2].mul_(3)).edits != ()
+    assert asked == [1]
+
+    def fails():
+        raise OSError("no such file")
+
+    other = model()
+    object.__setattr__(other, "tokenizer", fails)
+    assert "tokenizer cannot be sent" in found(uses, known=other).reason
+
+
+FACTS = ModelFacts(4, {("resid_post", layer): WIDTH for layer in range(4)}, "float32")
+
+
+def test_a_function_of_a_plan_runs_in_the_process():
+    def doubled(h):
+        return h * 2 + V
+
+    plan = taping.with_programs(Plan.of([Apply("resid_post", layers=[1, 2], program=doubled)]), FACTS)
+    assert not plan.has_functions
+
+    def crashes(h):
+        os._exit(1)
+
+    with pytest.raises(PlanError, match="it ends the process in which it is taped"):
+        taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=crashes)]), FACTS)
+
+    def mixes(h):
+        return h - h.mean(0)
+
+    with pytest.raises(PlanError, match=rf"line {mixes.__code__.co_firstlineno + 1} of the function"):
+        taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=mixes)]), FACTS)
+
+
+def test_several_requests_of_one_call():
+    given = lowered([[adds], [adds]], [LENGTH, 3], [2, 4])
+    assert [said(each) for each in given] == [[steer(V)]] * 2
+
+
+def test_the_second_call_asks_nothing(monkeypatch):
+    def body(model):
+        return model.layers_output[2][-1]
+
+    first = found(body)
+
+    def fails(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(taping._Fork, "ask", fails)
+    assert found(body) is first
