@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -53,8 +53,9 @@ from midstream.trace.visit import Visit
 from midstream.tree import as_bits, follow, map_objects, map_tensors, replaced
 
 if TYPE_CHECKING:
-    from midstream.lowering.tiers import Lowered
-    from midstream.trace.record import Model
+    from midstream.lowering.client_traces import ClientTrace
+    from midstream.plan.values import Plan
+    from midstream.trace.record import Model, Recording
     from midstream.trace.stand_in import StandIn
 
 # The programs of one request, in a new copy; the argument finds the model's own objects.
@@ -66,6 +67,20 @@ _MOST_CONSTANTS = 1 << 24  # bytes; with more, one length and two steps are chec
 _POOL = 1 << 20  # the least random numbers of a pool
 _ROUNDINGS = 4  # how many rounding errors may add up
 _OF_SUMS = 16  # the same for sums over a row
+
+
+class Tape(Protocol):
+    """The parts of `tiers.Lowered` that are checked."""
+
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def reads(self) -> Mapping[Point, bool]: ...
+    @property
+    def recordings(self) -> Sequence[Recording]: ...
+    @property
+    def client_trace(self) -> ClientTrace: ...
+    def plan_for(self, tier: Tier) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,7 @@ class _Unknown(BaseException):
 
 
 def difference(
-    programs: Programs, model: Model, lowered: Callable[[int], Lowered], lengths: Sequence[int], steps: int
+    programs: Programs, model: Model, lowered: Callable[[int], Tape], lengths: Sequence[int], steps: int
 ) -> Difference | None:
     """The first difference between a request's code and its tape; None if there is none.
 
@@ -124,7 +139,7 @@ def _varied(steps: Sequence[StepGraph]) -> int:
     return next((i + 1 for i in range(last - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
 
 
-def _constant_bytes(tape: Lowered) -> int:
+def _constant_bytes(tape: Tape) -> int:
     plan = tape.plan_for(tape.tier)
     found = {getattr(each, "program", None) for each in plan.interventions}
     constants = {constant for program in found if isinstance(program, Program) for constant in program.constants}
@@ -156,7 +171,7 @@ class _Check:
         is_special: whether some rows have huge, tiny and zero numbers.
     """
 
-    def __init__(self, model: Model, tape: Lowered, length: int, is_special: bool) -> None:
+    def __init__(self, model: Model, tape: Tape, length: int, is_special: bool) -> None:
         self._model, self._tape, self._length = model, tape, length
         self._numbers = _Numbers(model, is_special)
         self._forward = _Forward(model)
@@ -251,7 +266,7 @@ class _Check:
         """A point whose rows the code needs, and the tape does not capture."""
         if self._tape.tier is Tier.PLAN:
             return None
-        in_steps: dict[Point, bool] = self._tape.reads
+        in_steps: Mapping[Point, bool] = self._tape.reads
         for key, step in self._forward.visited:
             points = self._forward.points.get(key, {}).values()
             if points and not any(point in in_steps and (step == 0 or not in_steps[point]) for point in points):
@@ -464,7 +479,7 @@ class _Edits:
         captured: the rows of each captured point so far.
     """
 
-    def __init__(self, tape: Lowered, model: Model, length: int) -> None:
+    def __init__(self, tape: Tape, model: Model, length: int) -> None:
         arch = model.arch
         self._compiled = compile_plan(
             tape.plan_for(tape.tier),
