@@ -104,17 +104,17 @@ class _Taper:
                     fork.close()
                     fork = None
                 fork = fork or self._new_fork()
-                self._spare = self._new_fork()
             except (OSError, EOFError) as error:
                 raise _EndedError(f"the process that tapes bodies has ended: {self._last_error or error}") from error
         return fork, number
 
-    def prepare(self, model: Model) -> None:
-        """Have a fork that knows the model, unless the process is not ready yet."""
+    def prepare(self, model: Model | None) -> None:
+        """Have a fork ready that knows the model, unless the process is not ready itself."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             self._wait_until_ready(0.0)
-            self._send_model(model)
-            self._spare = self._new_fork()
+            needed = self._send_model(model)[1] if model is not None else 0
+            if self._spare is None or self._spare.sent < needed:
+                self._spare = self._new_fork()
 
     def _wait_until_ready(self, seconds: float = _START_SECONDS) -> None:
         if not self._is_ready:
@@ -258,7 +258,7 @@ def start() -> None:
         _taper()
 
 
-def prepare(model: Model) -> None:
+def prepare(model: Model | None) -> None:
     """Have a fork ready for code of this model, if the process has started already."""
     with contextlib.suppress(_EndedError):
         _taper().prepare(model)
@@ -366,7 +366,10 @@ class _Code:
             code = _without_content(self._code)
             self.fork.ask(taper.ForCode(code, self._places, self._standing, number, sys.path), self._code)
         _keep_latest(self)
-        return self.fork.ask(message, self._code, self._model)
+        try:
+            return self.fork.ask(message, self._code, self._model)
+        finally:
+            prepare(self._model)  # for the next code
 
 
 def _without_content(code: ShippedCode) -> ShippedCode:
@@ -450,6 +453,7 @@ def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Se
                 return fork.ask(asked, code)
             finally:
                 fork.close()
+                prepare(None)
 
         try:
             answer = _twice(ask)
