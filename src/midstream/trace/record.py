@@ -737,7 +737,9 @@ class _PrintedOutput(io.StringIO):
 
 _WATCHED: ContextVar[Notes | None] = ContextVar("midstream_watched", default=None)
 # Of Python's audit events, those of acts on the outside world.
-_EVENTS = tuple("open os. socket. subprocess. shutil. tempfile. ctypes. urllib. sqlite3. _thread. signal.".split())
+_EVENTS = tuple(
+    "open os. socket. subprocess. shutil. tempfile. ctypes. urllib. sqlite3. _thread. signal. sys.settrace sys.setprofile".split()
+)
 
 
 @functools.cache
