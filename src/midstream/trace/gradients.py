@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from midstream.trace.code import BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of, plain_function
-from midstream.trace.saves import closure_of, contents
+from midstream.trace.containers import contents
+from midstream.trace.saves import closure_of
 
 # Names in the code that ask for them; `__backward__` stands for `with loss.backward():`.
 _NAMES = frozenset(
