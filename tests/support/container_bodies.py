@@ -5,11 +5,11 @@ Each body is a name, the lines before the trace, and its own lines. `H(3)` is th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import textwrap
 from collections import deque
-from collections.abc import Callable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,6 +32,13 @@ class Both(Base):
 
 class Rows(list):
     pass
+
+class Lens(torch.nn.Module):
+    def __init__(self, depth=1):
+        super().__init__()
+        self.rows, self.n, self.weight = [], 0, torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        if depth:
+            self.inner = Lens(depth - 1)
 
 class Probe:
     shared = []
@@ -123,6 +130,14 @@ BODIES: dict[str, tuple[str, str]] = {
         "xs = []; n = 0\ndef keep(v):\n    xs.append(v)",
         "keep(save(H(3))); keep(save(H(4)))",
     ),
+    "a closure that counts": (
+        "xs = []; n = 0\ndef keep(v):\n    nonlocal n\n    n += 1\n    xs.append(v)",
+        "keep(save(H(3))); keep(save(H(4)))",
+    ),
+    "a torch module": (
+        "m = Lens(); rows = m.inner.rows",
+        "m.inner.rows.append(save(H(3))); m.last = save(H(4)); m.n += 1",
+    ),
     "a default": ("def keep(v, into=[]):\n    into.append(v)\nthere = keep.__defaults__[0]", "keep(save(H(3)))"),
     "an attribute of a function": (
         "def keep(v):\n    keep.rows.append(v)\nkeep.rows = []\nrows = keep.rows",
@@ -143,6 +158,23 @@ BODIES: dict[str, tuple[str, str]] = {
     "a new defaultdict": ("xs = []", "d = defaultdict(list); d[1].append(save(H(3))); xs.append(d)"),
     "new containers": ("xs = []", "xs += [deque([save(H(3))], maxlen=2), OrderedDict(a=1), Counter('aa'), {1, 2}]"),
     "new lists in each other": ("xs = []", "a = [save(H(3))]; b = [a]; a.append(b); xs.append(a); xs.append(b)"),
+    "a new namespace": (
+        "n = SimpleNamespace(inner=SimpleNamespace(rows=[])); rows = n.inner.rows",
+        "n.inner = SimpleNamespace(rows=[save(H(3))])",
+    ),
+    "a cached property": (
+        "class C:\n    @functools.cached_property\n    def rows(self):\n        return []\nc = C(); xs = []",
+        "c.rows.append(save(H(3))); xs.append(c.rows)",
+    ),
+    "a single dispatch": (
+        "@functools.singledispatch\ndef keep(v):\n    xs.append(v)\nxs = []",
+        "keep(save(H(3)))",
+    ),
+    "a wrapped function": (
+        "def twice(f):\n    @functools.wraps(f)\n    def g(*a):\n        f(*a)\n        f(*a)\n    return g\n"
+        "xs = []\n@twice\ndef keep(v):\n    xs.append(v)",
+        "keep(save(H(3)))",
+    ),
     "a new tuple": ("xs = []; ys = []", "xs.append(('pair', save(H(3)), ys))"),
     "the caller's tensor": ("v = torch.arange(3.0); xs = []; ys = [v]", "xs.append(v); xs.append(save(H(3)))"),
     "the caller's object in a new list": ("p = Probe(); xs = []", "xs.append([p, save(H(3))])"),
@@ -165,9 +197,8 @@ BODIES: dict[str, tuple[str, str]] = {
 _numbers = itertools.count()
 
 
-def made(name: str) -> ModuleType:
-    """A module with `traced(model, save, prompt)` and `plain(h, save)`. Each returns the variables of before the trace."""
-    before, body = BODIES[name]
+def made(before: str, body: str) -> ModuleType:
+    """A module with `traced(model, save, prompt)` and `plain(h, save)`. Each returns its variables at the end."""
     lines = [HEAD, "def variables(given):", "    return {n: v for n, v in given.items() if n not in NOT_COMPARED}", ""]
     lines += ["def traced(model, save, prompt):", textwrap.indent(before, "    ")]
     lines += [
@@ -239,20 +270,20 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
         ]
     elif isinstance(value, MethodType) or hasattr(value, "__self__"):
         parts += [("self", value.__self__)]
+    elif isinstance(value, FunctionType) and value.__code__.co_filename == functools.__file__:
+        return [("wrapped", value.__wrapped__)]
     elif isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return [*enumerate(cells), *enumerate(value.__defaults__ or ()), *vars(value).items()]
-    elif hasattr(value, "func"):
+    elif isinstance(value, functools.partial):
         parts += [("func", value.func), *enumerate(value.args)]
     if isinstance(value, type):
-        return [(n, v) for n, v in vars(value).items() if not n.startswith("__") and not callable(v)]
+        hidden = (FunctionType, functools.cached_property)
+        return [(n, v) for n, v in vars(value).items() if not (n.startswith("__") or isinstance(v, hidden))]
     if isinstance(value, deque):
         parts.append(("maxlen", value.maxlen))
-    parts += sorted(getattr(value, "__dict__", {}).items())
+    parts += sorted((n, v) for n, v in getattr(value, "__dict__", {}).items() if not n.startswith("_backward"))
     for kind in type(value).__mro__:
         names = vars(kind).get("__slots__", ())
         parts += [(n, getattr(value, n)) for n in names if n != "__dict__" and hasattr(value, n)]
     return parts
-
-
-Save = Callable[[Any], Any]

@@ -16,7 +16,7 @@ from midstream.requests.arguments import Prompt, prompt_in, prompts_of, sampling
 from midstream.requests.invokes import Invoke, InvokeResult, raise_failures
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.body import SAVE_ABOVE
-from midstream.trace.code import LEFT, BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of
+from midstream.trace.code import LEFT, BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of, without_left
 from midstream.trace.containers import put_back
 from midstream.trace.saves import refuse
 from midstream.trace.tracer import Barrier, BodyTracer, backward, steps_of
@@ -402,11 +402,11 @@ def saved_values(
     # Each outcome has the contents that the caller's objects had when its body ended, so the last one counts.
     every = [(outcome, invoke) for invoke, result in zip(invokes, results, strict=True) for outcome in result.outcomes]
     for outcome, invoke in sorted(every, key=lambda each: each[0].order):
-        if (left := outcome.values.pop(LEFT, None)) is not None and invoke.block is not None:
+        if (left := outcome.values.get(LEFT)) is not None and invoke.block is not None:
             outcome.values |= put_back(left, invoke.block.callers)
     several: dict[str, list[Any]] = {}
     for invoke, result in zip(invokes, results, strict=True):
-        for name in result.outcomes[0].values if result.outcomes else ():
+        for name in without_left(result.outcomes[0].values) if result.outcomes else ():
             # Leave out standing edits that failed.
             samples = [o for o in result.outcomes if o.failure is None or name in o.values]
             each = [outcome.values.get(name) for outcome in samples]

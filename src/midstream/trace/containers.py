@@ -26,6 +26,7 @@ from types import (
     EllipsisType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     MethodWrapperType,
@@ -41,7 +42,15 @@ import torch
 from cloudpickle.cloudpickle import _extract_code_globals
 from torch import nn
 
-from midstream.trace.saves import ORIGINALS, Saves, closure_of, is_callers, is_imported, pickles_by_default
+from midstream.trace.saves import (
+    ORIGINALS,
+    Saves,
+    closure_of,
+    is_callers,
+    is_imported,
+    is_installed,
+    pickles_by_default,
+)
 
 _CONTAINERS = (list, dict, deque, set)
 _LAYOUTS = (
@@ -63,6 +72,17 @@ _VALUES = _ATOMS - {type}
 # Containers of these classes are made anew by name.
 _MADE = {kind.__name__: kind for kind in (list, dict, deque, set, OrderedDict, defaultdict, Counter)}
 _MADE_KINDS = frozenset(_MADE.values())
+# What a class's variables are if they are code.
+_IN_CLASSES = (
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    functools.cached_property,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+    type(functools.lru_cache(len)),
+)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every torch module
 _OWN = __name__.partition(".")[0]
 T = TypeVar("T")
 
@@ -105,14 +125,16 @@ def _dict_base(kind: type) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object or a class of the caller's, or the variables of a function; None for other objects."""
+    """The attributes of an object, a class or a Python module of the caller's, or the variables of a function; None for other objects."""
     kind = type(value)
     if kind in _MADE_KINDS:
         return {"default_factory": value.default_factory} if kind is defaultdict else None  # type: ignore[attr-defined]
     if kind is FunctionType:
-        return None if is_imported(value) else _variables(value)
+        return None if is_imported(value) or is_installed(value.__code__.co_filename) else _variables(value)
     if issubclass(kind, type):
-        return _class_attributes(value) if _is_callers(value) else None
+        return _without_code(value, _IN_CLASSES) if _is_callers(value) else None
+    if kind is ModuleType:
+        return _without_code(value, (FunctionType, type, ModuleType)) if _is_callers_module(value) else None
     if not (_has_own_state(kind) or issubclass(kind, _CONTAINERS)):
         return None
     found: dict[str, Any] = {}
@@ -121,7 +143,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     for name, member in _members(kind).items():
         with contextlib.suppress(AttributeError):  # it has no value
             found[name] = member.__get__(value)
-    return found
+    return {n: v for n, v in found.items() if n not in _OF_MODULES} if issubclass(kind, nn.Module) else found
 
 
 def _once_for_class(find: Callable[[type], T]) -> Callable[[type], T]:
@@ -139,8 +161,8 @@ def _once_for_class(find: Callable[[type], T]) -> Callable[[type], T]:
 @_once_for_class
 def _members(kind: type) -> dict[str, Any]:
     """The descriptors of the slots of a class."""
-    every = [*reversed([vars(base) for base in kind.__mro__])]
-    return {name: each for own in every for name, each in own.items() if type(each) is MemberDescriptorType}
+    found = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
+    return {n: each for n, each in found.items() if type(each) is MemberDescriptorType and n != "__dict__"}
 
 
 @_once_for_class
@@ -151,15 +173,13 @@ def _is_callers(kind: type) -> bool:
 
 @_once_for_class
 def _has_own_state(kind: type) -> bool:
-    """The same for a class of the caller's or of Python's library."""
+    """The same for the caller's classes, and those of Python's library that are containers."""
     if kind is SimpleNamespace or _is_callers(kind):
         return True
-    return _module(kind) in sys.stdlib_module_names and pickles_by_default(kind) and _is_plain(kind)
+    return _module(kind) == "collections" and pickles_by_default(kind) and _is_plain(kind)
 
 
 def _is_plain(kind: type) -> bool:
-    if issubclass(kind, (type, nn.Module)):
-        return False
     return all(base in _LAYOUTS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__) and kind not in _LAYOUTS
 
 
@@ -181,9 +201,15 @@ def _variables(function: FunctionType) -> dict[str, Any]:
     }
 
 
-def _class_attributes(kind: type) -> dict[str, Any]:
-    hidden = (FunctionType, GetSetDescriptorType, MemberDescriptorType)
-    return {n: v for n, v in vars(kind).items() if not (n.startswith("__") or n == "_abc_impl" or type(v) in hidden)}
+def _without_code(owner: Any, code: tuple[type, ...]) -> dict[str, Any]:
+    """The variables of a class or a Python module, without those that are code."""
+    hidden = ("__", "_abc_impl")
+    return {n: v for n, v in vars(owner).items() if not (n.startswith(hidden) or issubclass(type(v), code))}
+
+
+def _is_callers_module(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not is_installed(file) and module.__name__.partition(".")[0] != _OWN
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:
@@ -211,6 +237,10 @@ def _parts(name: str, value: Any, with_atoms: bool = False) -> Iterator[tuple[st
     kind, inner = type(value), name if name.endswith(_INNER) else f"{name}{_INNER}"
     if issubclass(kind, (MethodType, BuiltinFunctionType, MethodWrapperType)):
         yield inner, value.__self__
+    elif kind is FunctionType and is_installed(value.__code__.co_filename):  # it may be around the caller's functions
+        around = [*closure_of(value).values(), *vars(value).values()]
+        around += [each for part in around if type(part) is MappingProxyType for each in part.values()]
+        yield from ((name, each) for each in around if type(each) is FunctionType)
     elif issubclass(kind, functools.partial):
         yield from ((inner, each) for each in (value.func, *value.args, *value.keywords.values()))
     else:
@@ -220,12 +250,16 @@ def _parts(name: str, value: Any, with_atoms: bool = False) -> Iterator[tuple[st
         yield from ((f"{name}.{each}", part) for each, part in (attributes_of(value) or {}).items())
         if _is_callers(kind):
             yield f"{name}.{kind.__name__}", kind
+        if issubclass(kind, nn.Module):
+            yield from ((f"{name}.{each}", part) for each, part in value._modules.items())
 
 
 def _is_atom(value: Any) -> bool:
     kind = type(value)
-    if kind in _VALUES or issubclass(kind, (ModuleType, np.generic)) or _module(kind) == _OWN:
+    if kind in _VALUES or issubclass(kind, np.generic) or _module(kind) == _OWN:
         return True
+    if kind is ModuleType:
+        return not _is_callers_module(value)
     if kind is FunctionType:
         return is_imported(value)
     return issubclass(kind, type) and not _is_callers(value)
@@ -233,6 +267,8 @@ def _is_atom(value: Any) -> bool:
 
 def _passes_on(value: Any) -> bool:
     """Whether it is only a way to other objects, and never changes itself."""
+    if type(value) is FunctionType:
+        return is_installed(value.__code__.co_filename)
     kinds = (tuple, frozenset, MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial)
     return issubclass(type(value), kinds)
 
@@ -505,7 +541,8 @@ class _Writer:
             return "=", number
         if issubclass(kind, (tuple, frozenset)):
             return self._frozen(value)
-        if kind in _MADE_KINDS or (_has_own_state(kind) and not _is_atom(value)):
+        is_object = _has_own_state(kind) and not (_is_atom(value) or issubclass(kind, nn.Module))
+        if kind in _MADE_KINDS or is_object:
             number = self._numbers[id(value)] = self._count + len(self._held)
             self._held.append(value)
             self._rest.append((number, value))
@@ -594,7 +631,8 @@ def _made(name: str, kind: Any, attributes: dict[str, Any]) -> Any:
     if not isinstance(kind, type):  # a server does not send classes; this is the error in place of one
         attributes.clear()
         return kind
-    base = next((base for base in (OrderedDict, defaultdict, *_CONTAINERS) if issubclass(kind, base)), object)
+    bases = (OrderedDict, defaultdict, *_CONTAINERS, SimpleNamespace)
+    base: Any = next((base for base in bases if issubclass(kind, base)), object)
     return base.__new__(kind)
 
 

@@ -78,7 +78,7 @@ ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 def is_callers(kind: type) -> bool:
     """Whether the caller wrote a class, and Python's default way pickles its instances."""
     module = kind.__module__
-    if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
+    if not isinstance(module, str) or issubclass(kind, type) or module.startswith("midstream."):
         return False
     if not pickles_by_default(kind):
         return False
@@ -89,7 +89,9 @@ def is_callers(kind: type) -> bool:
 
 
 def pickles_by_default(kind: type) -> bool:
-    return all(getattr(kind, name) is getattr(object, name) for name in _PICKLING)
+    """Whether a class leaves it to Python, or to PyTorch, how its instances are pickled."""
+    base = nn.Module if issubclass(kind, nn.Module) else object
+    return all(getattr(kind, name) is getattr(base, name) for name in _PICKLING)
 
 
 def is_imported(function: Any) -> bool:
