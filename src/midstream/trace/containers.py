@@ -17,7 +17,6 @@ import contextlib
 import functools
 import operator
 import sys
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import (
@@ -314,8 +313,7 @@ def _version(value: Any) -> Any:
     if issubclass(kind, np.ndarray):
         return hash(value.tobytes()) if not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES else None
     if _module(kind) in sys.stdlib_module_names:
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # itertools' objects will not be pickled for ever
+        with contextlib.suppress(Exception):  # it cannot be pickled
             return value.__reduce_ex__(4)
     return None
 
