@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
@@ -120,6 +121,24 @@ def map_objects(tree: Any, kind: type, change: Callable[[Any], Any], known: dict
         return tree
     known[id(tree)] = new
     return new
+
+
+def put_objects(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
+    """As `map_objects`, but lists and dicts stay the same objects."""
+    known = {} if known is None else known
+    if isinstance(tree, kind):
+        return known.setdefault(id(tree), change(tree))
+    if id(tree) in known or type(tree) not in (list, dict, tuple):
+        return known.get(id(tree), tree)
+    known[id(tree)] = tree
+    if type(tree) is tuple:
+        new = tuple([put_objects(item, kind, change, known) for item in tree])
+        known[id(tree)] = tree if all(map(operator.is_, new, tree)) else new
+        return known[id(tree)]
+    for place, item in list(enumerate(tree) if type(tree) is list else tree.items()):
+        if (new := put_objects(item, kind, change, known)) is not item:
+            tree[place] = new
+    return tree
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # by size in bytes

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -18,8 +16,9 @@ from midstream.requests.arguments import Prompt, prompt_in, prompts_of, sampling
 from midstream.requests.invokes import Invoke, InvokeResult, raise_failures
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.body import SAVE_ABOVE
-from midstream.trace.code import BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of
-from midstream.trace.saves import CONTAINERS, attributes_of, refuse
+from midstream.trace.code import LEFT, BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of, without_left
+from midstream.trace.containers import put_back
+from midstream.trace.saves import refuse
 from midstream.trace.tracer import Barrier, BodyTracer, backward, steps_of
 
 _EDITS = count(1)  # numbers of edits without a name
@@ -398,64 +397,33 @@ def saved_values(
     The caller's lists and dicts, both those that invokes use by name and those `saved` in the block around them, keep their identity and
     receive the items that invokes put into them. The invokes also share them in the engine.
     """
-    values = {name: value for name, value in outer.items() if id(value) in saved}
-    above = dict(values)
-    several: dict[str, dict[int, Any]] = {}  # name -> values by the number of the invoke
-    order = sorted(
-        enumerate(zip(invokes, results, strict=True)),
-        key=lambda pair: pair[1][1].outcomes[-1].order if pair[1][1].outcomes else 0,
-    )
-    for number, (invoke, result) in order:
-        for name in result.outcomes[0].values if result.outcomes else ():
+    above = {name: value for name, value in outer.items() if id(value) in saved}
+    values = dict(above)
+    # Each outcome has the contents that the caller's objects had when its body ended, so the last one counts.
+    every = [(outcome, invoke) for invoke, result in zip(invokes, results, strict=True) for outcome in result.outcomes]
+    for outcome, invoke in sorted(every, key=lambda each: each[0].order):
+        if (left := outcome.values.get(LEFT)) is not None and invoke.block is not None:
+            outcome.values |= put_back(left, invoke.block.callers)
+    several: dict[str, list[Any]] = {}
+    for invoke, result in zip(invokes, results, strict=True):
+        for name in without_left(result.outcomes[0].values) if result.outcomes else ():
             # Leave out standing edits that failed.
             samples = [o for o in result.outcomes if o.failure is None or name in o.values]
             each = [outcome.values.get(name) for outcome in samples]
             there = _callers_object(invoke, name, above)
-            if isinstance(there, CONTAINERS):  # shared by the samples
-                value = max(samples, key=lambda outcome: outcome.order).values.get(name)
-            else:
-                value = each[0] if len(each) == 1 else each
-            if _fill(there, value):
-                value = there
-            elif "." in name:
-                _set_attribute(invoke, name, value)
+            is_shared = there is not None and all(value is there for value in each)  # also by the samples
             if not invoke.is_elsewhere and name.isidentifier():
-                if value is there or name in above:
-                    values[name] = value
+                if is_shared or name in above:
+                    values[name] = each[-1]
                 else:
-                    several.setdefault(name, {})[number] = value
-    for name, by_invoke in several.items():
-        found = [value for _, value in sorted(by_invoke.items(), key=itemgetter(0))]
-        values[name] = found if len(found) > 1 else found[0]
+                    several.setdefault(name, []).append(each[0] if len(each) == 1 else each)
+    values |= {name: found if len(found) > 1 else found[0] for name, found in several.items()}
     return values
-
-
-def _fill(there: Any, value: Any) -> bool:
-    """Copy the items of an engine's container to the caller's. False if the caller's object is not the same kind of container."""
-    if isinstance(there, list) and isinstance(value, list):
-        there[:] = value
-    elif isinstance(there, dict) and isinstance(value, dict):
-        there.update(value)
-    elif isinstance(there, deque) and isinstance(value, deque):
-        items = list(value)
-        there.clear()
-        there.extend(items)
-    else:
-        return False
-    return True
-
-
-def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
-    """Set an attribute of the caller's object. `name` is `owner.attribute`."""
-    owner, _, attribute = name.rpartition(".")
-    held = None if invoke.block is None else invoke.block.outside.get(owner)
-    if (own := attributes_of(held)) is not None:
-        own[attribute] = value
 
 
 def _callers_object(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
     """The caller's object under a name that the invoke uses and does not bind, or the object saved in the block around the invokes."""
     block = invoke.block
-    if block is not None and name not in block.assigned and name in (outside := block.outside):
-        return outside[name]
+    if block is not None and name not in block.assigned and name in block.captured:
+        return block.captured[name]
     return above.get(name) if not invoke.is_elsewhere else None

@@ -47,6 +47,7 @@ def rows_of(rows: RowChoice, tokens: int) -> list[int]:
     """The rows among `tokens`. Raises IndexError for a row outside."""
     found: Any = list(range(tokens))
     for each in rows:
+        found = [found] if isinstance(found, int) else found  # a single row whose axis has been put back
         found = [found[i] for i in each] if isinstance(each, tuple) else found[each]
     return [found] if isinstance(found, int) else found
 

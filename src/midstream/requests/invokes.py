@@ -58,9 +58,9 @@ from midstream.requests.arguments import Answers, Prompt, encode, is_multimodal,
 from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import plan_bytes
 from midstream.trace.block import Block
-from midstream.trace.code import BlockProgram, Outcome, TraceProgram
+from midstream.trace.code import BlockProgram, Outcome, TraceProgram, without_left
 from midstream.trace.tracer import Result
-from midstream.tree import map_objects
+from midstream.tree import put_objects
 
 RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
 _PLANE_BYTES = 256
@@ -119,7 +119,7 @@ class InvokeResult:
         for outcome in self.outcomes:
             if outcome.failure is not None:
                 error = outcome.failure.exception()
-                error.saves = outcome.values  # type: ignore[attr-defined]
+                error.saves = without_left(outcome.values)  # type: ignore[attr-defined]
                 yield error
         if self.error is not None:
             yield self.error
@@ -128,7 +128,7 @@ class InvokeResult:
 def saves_of(own: Outcome | None, edits: Sequence[Outcome]) -> dict[str, Any]:
     """The values that a request saved: those of its edits, overridden by its own."""
     every = [*edits, own] if own is not None else edits
-    return {name: value for outcome in every for name, value in outcome.values.items()}
+    return {name: value for outcome in every for name, value in without_left(outcome.values).items()}
 
 
 def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
@@ -149,7 +149,7 @@ def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | No
             return None
 
     for each in outcomes:
-        each.values = map_objects(each.values, Result, found)
+        put_objects(each.values, Result, found)
     return failed[0] if failed else None
 
 

@@ -36,8 +36,9 @@ import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.body import save
+from midstream.trace.containers import Callers
 from midstream.trace.rewrite import Compiled, compile_body, compile_function, made_again, source_of
-from midstream.trace.saves import Unsaved, is_installed, reached
+from midstream.trace.saves import Unsaved, is_installed
 
 _UNBOUND = object()
 Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
@@ -54,7 +55,7 @@ class Block:
     Attributes:
         captured: the values at entry of the names that the body may read before it binds them.
         module: `__name__` and `__package__`, for classes and imports in the body.
-        reached: containers and objects that functions and objects among the captured values use.
+        callers: the caller's objects that the captured values lead to.
         index: its number among the siblings given to `link`.
         borrows: name -> index of the sibling that binds it.
         lends: names that siblings borrow.
@@ -63,7 +64,7 @@ class Block:
     compiled: Compiled
     captured: dict[str, Any]
     module: dict[str, Any] = field(default_factory=dict)
-    reached: dict[str, Any] = field(default_factory=dict)
+    callers: Callers = field(default_factory=lambda: Callers({}))
     index: int = 0
     borrows: dict[str, int] = field(default_factory=dict)
     lends: frozenset[str] = frozenset()
@@ -84,8 +85,8 @@ class Block:
 
     @property
     def outside(self) -> dict[str, Any]:
-        """The caller's values by name: the captured ones, and those that captured functions and objects use."""
-        return {**self.captured, **self.reached}
+        """The caller's values by name: the captured ones, and objects that these lead to."""
+        return {**self.callers.named, **self.captured}
 
     def function(self) -> Callable[..., dict[str, Any]]:
         """f(extra, shared=None, wait=None), which runs the body and returns its names with their last values.
@@ -201,7 +202,7 @@ def capture(frame: FrameType) -> Block:
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
-    return Block(compiled, captured, module, reached(captured))
+    return Block(compiled, captured, module, Callers(captured))
 
 
 def with_saves(function: FunctionType) -> FunctionType:

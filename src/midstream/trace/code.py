@@ -14,23 +14,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body, save
-from midstream.trace.saves import attributes_of, contents, is_container, reached, variables_of
+from midstream.trace.containers import Callers, Changes, all_is_saved, attributes_of, contents
+from midstream.trace.saves import ORIGINALS, Saves, variables_of
 from midstream.trace.tracer import BodyTracer, backward, steps_of
 from midstream.tree import map_tensors
 
 RETURNED = "return"  # the name of a function's return value among the saved values
 STOPPED = "trace:stop"  # the stop reason of a request that `tracer.stop()` has ended
-# A copy of a class that `shipping` has made -> the class.
-ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()
-_HASHED_BYTES = 1 << 20  # larger arrays are not checked for changes
+# The name of what a trace has left in the caller's containers among the saved values: see `Changes.left`.
+LEFT = "trace:left"
 
 
 @dataclass
@@ -79,18 +77,17 @@ class FunctionProgram(TraceProgram):
     fn: Callable[..., Any]
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
-        body, outside = current_body(), self.outside
-        body.entry = {name: _state(value) for name, value in outside.items()}, {}
+        body, callers = current_body(), Callers(self.outside)
+        entry = callers.states()
         arguments = (model, BodyTracer()) if self._takes_tracer else (model,)
         returned = self.fn(*arguments)
         values = map_tensors(returned, lambda _, t: body.save(t))
         back = {id(value) for value in contents([returned])}
-        mutated = [name for name, v in outside.items() if id(v) not in back and _is_changed(body, name, v)]
-        return Found({RETURNED: values}, mutated)
+        return Found({RETURNED: values}, Changes(callers, entry, Saves(), back).mutated)
 
     @property
     def outside(self) -> dict[str, Any]:
-        """The variables from outside that the function uses, by name, including those of functions and objects among them."""
+        """The variables from outside that the function uses, by name."""
         fn, used = self.fn, dict[str, Any]()
         while isinstance(fn, functools.partial):
             used |= inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments
@@ -101,7 +98,7 @@ class FunctionProgram(TraceProgram):
         if type(fn) is FunctionType:
             given = inspect.signature(fn).parameters.values()
             used = {p.name: p.default for p in given if p.default is not p.empty} | dict(variables_of(fn)) | used
-        return {**used, **reached(used)}
+        return used
 
     @functools.cached_property
     def _takes_tracer(self) -> bool:
@@ -139,15 +136,15 @@ class BlockProgram(TraceProgram):
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
-        body.entry = {name: _state(value) for name, value in self._outside().items()}, self._attributes()
+        body.entry = self.block.callers.states()
         for name in self.saved:
             body.save(self.block.captured[name])
         injected = {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of}
         names = self.block.function()(injected, shared, body.wait_for_sibling)
-        saved = self._saved(body, names)
-        mutated = [name for name, v in self._outside().items() if name not in saved and _is_changed(body, name, v)]
+        saved, changes = self._saved(body, names)
+        mutated = [name for name in changes.mutated if name not in saved]
         rebound = [name for name, v in names.items() if name not in saved and self._is_rebound(name, v)]
-        return Found(saved, mutated, self._unsaved(names, saved), rebound)
+        return Found(_with_left(saved, changes), mutated, self._unsaved(names, saved), rebound)
 
     def _is_rebound(self, name: str, value: Any) -> bool:
         """Whether the block has read a number or text of the caller's and set its name to another value."""
@@ -159,62 +156,31 @@ class BlockProgram(TraceProgram):
 
     def recover(self, error: BaseException, body: Body) -> Found:
         names = locals_at(error, self.block.code)
-        saved = self._saved(body, names)
-        return Found(saved, unsaved=self._unsaved(names, saved))
+        saved, changes = self._saved(body, names)
+        return Found(_with_left(saved, changes), unsaved=self._unsaved(names, saved))
 
     def snapshot(self, body: Body) -> dict[str, Any]:
         frame = body.frame_of(self.block.code)
-        return self._saved(body, frame.f_locals if frame is not None else {})
+        return self._saved(body, frame.f_locals if frame is not None else {})[0]
 
-    def _saved(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
+    def _saved(self, body: Body, names: Mapping[str, Any]) -> tuple[dict[str, Any], Changes]:
         """The saved values among the block's names, the values from outside, and the attributes that it has set on objects from outside.
 
         A container from outside comes back if the block has changed it and it contains a saved value. A container that the block made comes
-        back if all tensors in it were saved.
+        back if all tensors in it were saved. Also returns all changes of the caller's objects.
         """
-        outside, saves = self._outside(), body.saves
-        if not saves:
-            return {}
-        made = {n: v for n, v in names.items() if v is not outside.get(n) and saves.has_all_tensors_of(v)}
-        filled = {n: v for n, v in outside.items() if saves.has_some_of(v) and _is_changed(body, n, v)}
-        before = body.entry[1]
-        bound = {n: v for n, v in self._attributes().items() if v is not before.get(n)}
-        return {**made, **filled, **saves.pick({**bound, **outside, **names})}
-
-    def _outside(self) -> dict[str, Any]:
-        return {name: value for name, value in self.block.outside.items() if name not in self.injected}
-
-    def _attributes(self) -> dict[str, Any]:
-        """The attributes of the caller's objects, as `owner.name`."""
-        objects = {owner: attributes_of(value) or {} for owner, value in self._outside().items()}
-        return {f"{owner}.{name}": value for owner, own in objects.items() for name, value in own.items()}
+        outside = {name: value for name, value in self.block.outside.items() if name not in self.injected}
+        changes = Changes(self.block.callers, body.entry or self.block.callers.states(), body.saves)
+        if not body.saves:
+            return {}, changes
+        made = {n: v for n, v in names.items() if v is not outside.get(n) and all_is_saved(v, body.saves)}
+        return {**made, **changes.filled, **changes.bound, **body.saves.pick({**outside, **names})}, changes
 
 
-def _is_changed(body: Body, name: str, value: Any) -> bool:
-    """Whether one of the caller's values has changed since the block began."""
-    before, now = body.entry[0].get(name), _state(value)
-    if isinstance(now, list) and isinstance(before, list):
-        return len(now) != len(before) or any(a is not b or m != n for (a, m), (b, n) in zip(now, before, strict=True))
-    return now is not None and now != before
-
-
-def _state(value: Any) -> list[tuple[Any, int]] | int | None:
-    """A state that differs once the value has changed: a container's values with their versions, a set's size, a tensor's version."""
-    kind = type(value)  # isinstance might run the object's own code
-    if is_container(value):
-        return [(each, _version(each)) for each in contents(value)]
-    if issubclass(kind, set):
-        return set.__len__(value)
-    if issubclass(kind, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
-        return hash(value.tobytes())
-    return _version(value) if issubclass(kind, torch.Tensor) else None
-
-
-def _version(value: Any) -> int:
-    """A tensor's version. 0 for other values, and for a trainable parameter, which is the caller's own on `LanguageModel`."""
-    if not issubclass(type(value), torch.Tensor) or value.is_inference():
-        return 0
-    return 0 if value.requires_grad and value.is_leaf else value._version
+def _with_left(saved: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    """The saved values, and what the code has left in its copies of the caller's objects."""
+    left = changes.left(saved)
+    return saved if left is None else {**saved, LEFT: left}
 
 
 def plain_function(fn: Any) -> Any:
@@ -241,7 +207,7 @@ class StandingEdit(TraceProgram):
         saved: dict[str, list[Any]] = {}
         body, step = current_body(), 0
         while not body.has_iterated and body.wait_for_step(step):
-            for name, value in self.program.run(model, {}).values.items():
+            for name, value in without_left(self.program.run(model, {}).values).items():
                 saved.setdefault(name, []).append(value)
             step += 1
         return Found({name: values if len(values) > 1 else values[0] for name, values in saved.items()})
@@ -251,6 +217,11 @@ class StandingEdit(TraceProgram):
 
 
 # Outcomes.
+
+
+def without_left(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved values alone."""
+    return {name: value for name, value in values.items() if name != LEFT}
 
 
 @dataclass

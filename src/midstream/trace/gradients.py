@@ -4,6 +4,7 @@ memory, and so does each saved value that is part of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from midstream.trace.code import BlockProgram, FunctionProgram, StandingEdit, TraceProgram, code_of, plain_function
-from midstream.trace.saves import closure_of, contents
+from midstream.trace.containers import contents
+from midstream.trace.saves import closure_of
 
 # Names in the code that ask for them; `__backward__` stands for `with loss.backward():`.
 _NAMES = frozenset(
@@ -116,7 +118,9 @@ def _parts(owner: Any, names: Collection[str]) -> Iterator[Any]:
         homes = [each for each in kind.__mro__ if _is_read(each.__module__)]
         homes += [owner] if homes else []
     for home in homes:
-        held = getattr(home, "__dict__", {})
+        held: Mapping[str, Any] = {}
+        with contextlib.suppress(AttributeError):  # it has none; this runs none of the object's code
+            held = object.__getattribute__(home, "__dict__")
         for name in (*names, "__call__", "__init__", "forward"):
             if name in held:
                 part = held[name]

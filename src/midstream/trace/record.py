@@ -47,6 +47,7 @@ from midstream.trace.shipping import CodePickler
 from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
 from midstream.trace.tracer import BodyTracer, Cache
 from midstream.trace.weights import Weights
+from midstream.tree import map_objects
 
 
 def _always(one: Point, other: Point) -> bool:
@@ -191,6 +192,15 @@ def record(
     if changed is not None:
         notes.reason = notes.reason or f"it changes {changed}"
     found = outcome(body, program)
+    kept: list[StandIn] = []
+
+    def noted(each: StandIn) -> StandIn:
+        kept.append(each)
+        return each
+
+    found.values = map_objects(found.values, StandIn, noted)  # a copy: later recordings fill the same containers
+    own = {id(value) for graph in notes.steps for value in graph.values}
+    has_others = any(id(each.memory.value) not in own for each in kept)  # of another body, in a container of both
     returns = not is_plain(found.values)
     if body.has_iterated:  # the request may end earlier
         returns = returns or any(value is not None for value in found.values.values())
@@ -202,7 +212,7 @@ def record(
         notes.line,
         found,
         does_more or returns or bool(body.saves) or body.asks_by_number or notes.may_raise is not None,
-        not does_more,
+        not (does_more or has_others),
         body.saved,
         notes.sizes,
         notes.makes_numbers,

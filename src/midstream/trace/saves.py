@@ -1,13 +1,4 @@
-"""The values that a trace brings back: saved values, and the caller's containers and objects. Placeholders stand for all others.
-
-    class Probe:
-        def look(self, prompt):
-            with self.model.trace(prompt):
-                self.found.append(self.model.layers_output[3].save())
-                keep(self.model.logits)         # a function that appends to a list of its own
-
-The engine works on copies of `self` and `keep`, and therefore of their lists. The lists come back as `self.found` and `keep.rows`.
-"""
+"""The values that a trace has saved. Placeholders stand for all others in the caller's process."""
 
 from __future__ import annotations
 
@@ -15,11 +6,11 @@ import contextlib
 import functools
 import sys
 import sysconfig
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,10 +19,7 @@ from midstream.errors import UnsavedError
 from midstream.trace.parallel import BINARY, COMPARISONS, UNARY
 from midstream.tree import Opaque
 
-CONTAINERS = (list, dict, deque)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
-_MOST_CONTENTS = 10_000  # values of one container that are looked at
-_MOST_OBJECTS = 1000  # functions and objects that are looked into
 _INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -76,89 +64,23 @@ class Saves:
         """The values to bring back for those of `names` that were saved."""
         return {name: self.saved_for(value) for name, value in names.items() if id(value) in self._by_id}
 
-    def has_some_of(self, container: Any) -> bool:
-        """Whether a container has a saved value in it, at any depth."""
-        return bool(self) and any(id(value) in self._by_id for value in contents(container))
-
-    def has_all_tensors_of(self, container: Any) -> bool:
-        """Whether a container has a saved value in it, and all of its tensors were saved."""
-        every = list(contents(container)) if self else []
-        saved = [value for value in every if id(value) in self._by_id and self.saved_for(value) is value]
-        return bool(saved) and sum(map(_is_tensor, saved)) == sum(map(_is_tensor, every))
+    def has(self, value: Any) -> bool:
+        """Whether this very value was saved."""
+        return id(value) in self._by_id
 
 
-def _is_tensor(value: Any) -> bool:
-    return issubclass(type(value), torch.Tensor)
+# The caller's classes and functions.
+
+# A copy of a class that `shipping` has made -> the class.
+ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
-# The caller's containers and objects.
-
-
-def reached(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's containers and objects that functions and objects among `values` use, as `owner.name`."""
-    found: dict[str, Any] = {}
-    seen = {id(value) for value in values.values()}
-    rest = deque(values.items())
-    for _ in range(_MOST_OBJECTS):
-        if not rest:
-            break
-        owner, value = rest.popleft()
-        for name, used in _used_by(value):
-            if id(used) in seen:
-                continue
-            seen.add(id(used))
-            rest.append((f"{owner}.{name}", used))
-            if is_container(used) or attributes_of(used) is not None:
-                found[f"{owner}.{name}"] = used
-    return found
-
-
-def is_container(value: Any) -> bool:
-    """Whether it is a list, dict or deque. Unlike `isinstance`, this runs none of the object's code."""
-    return issubclass(type(value), CONTAINERS)
-
-
-def _backwards(container: Any) -> Iterator[Any]:
-    """The values in a container or a tuple, last first."""
-    kind = type(container)
-    if issubclass(kind, dict):
-        return reversed(list(dict.values(container)))
-    if issubclass(kind, deque):
-        return deque.__reversed__(container)
-    return list.__reversed__(container) if issubclass(kind, list) else reversed(list(tuple.__iter__(container)))
-
-
-def contents(container: Any) -> Iterator[Any]:
-    """The values in a container, at any depth, last first; at most 10,000."""
-    if not is_container(container):
-        return
-    seen, rest, remaining = {id(container)}, [container], _MOST_CONTENTS
-    while rest:
-        for each in _backwards(rest.pop()):
-            yield each
-            if (remaining := remaining - 1) == 0:
-                return
-            if (is_container(each) or issubclass(type(each), tuple)) and id(each) not in seen:
-                seen.add(id(each))
-                rest.append(each)
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an instance of a class that the caller wrote; None for other objects. Runs none of the object's code."""
-    if type(value) is not SimpleNamespace and not _is_callers(type(value)):
-        return None
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except Exception:
-        return None
-    return found if type(found) is dict else None
-
-
-def _is_callers(kind: type) -> bool:
+def is_callers(kind: type) -> bool:
+    """Whether the caller wrote a class, and Python's default way pickles its instances."""
     module = kind.__module__
-    if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
+    if not isinstance(module, str) or issubclass(kind, type) or module.startswith("midstream."):
         return False
-    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # its class controls its pickling
+    if not pickles_by_default(kind):
         return False
     if module == "__main__" or module not in sys.modules:  # sent by value by a process that has the module
         return True
@@ -166,11 +88,10 @@ def _is_callers(kind: type) -> bool:
     return isinstance(file, str) and not is_installed(file)
 
 
-def _used_by(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) is not FunctionType:
-        yield from list((attributes_of(value) or {}).items())
-    elif not is_imported(value):
-        yield from variables_of(value)
+def pickles_by_default(kind: type) -> bool:
+    """Whether a class leaves it to Python, or to PyTorch, how its instances are pickled."""
+    base = nn.Module if issubclass(kind, nn.Module) else object
+    return all(getattr(kind, name) is getattr(base, name) for name in _PICKLING)
 
 
 def is_imported(function: Any) -> bool:

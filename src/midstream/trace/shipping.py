@@ -27,8 +27,8 @@ import torch
 from cloudpickle.cloudpickle import _extract_code_globals
 
 from midstream.errors import MidstreamError, TraceError
-from midstream.trace.code import ORIGINALS, BlockProgram, FunctionProgram, TraceProgram, plain_function
-from midstream.trace.saves import is_imported, is_installed, variables_of
+from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, plain_function
+from midstream.trace.saves import ORIGINALS, is_imported, is_installed, variables_of
 from midstream.trace.weights import Weight, Weights, values_of
 from midstream.tree import movable
 
