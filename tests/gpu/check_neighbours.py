@@ -57,6 +57,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="on the CPU build")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the attacks, and of the search before them")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--only", nargs="+", help="these attacks: steers edits long forms costly readings hostile uploads"
+    )
     return on_gpu.parsed_runner(parser)
 
 
@@ -556,16 +559,21 @@ def main() -> int:
     print(f"seed {arguments.seed}, {device}, {arguments.runner}", flush=True)
     makers = Makers(arguments.seed, device)
     search = arguments.seconds / 6
-    attacks = [
-        makers.steers(),
-        makers.edits(),
-        makers.long_programs("the longest program at every layer", ["mul.Tensor"]),
-        makers.long_programs("the longest programs of new forms", ["neg.default", "mul.Tensor", "abs.default"]),
-        makers.costly(arguments.seed, search),
-        makers.readings(),
-        makers.hostile(),
-    ]
-    attacks += [makers.mutated(attacks), makers.uploads()]
+    makes: dict[str, Callable[[], Attack]] = {
+        "steers": makers.steers,
+        "edits": makers.edits,
+        "long": lambda: makers.long_programs("the longest program at every layer", ["mul.Tensor"]),
+        "forms": lambda: makers.long_programs(
+            "the longest programs of new forms", ["neg.default", "mul.Tensor", "abs.default"]
+        ),
+        "costly": lambda: makers.costly(arguments.seed, search),
+        "readings": makers.readings,
+        "hostile": makers.hostile,
+        "uploads": makers.uploads,
+    }
+    attacks = [make() for name, make in makes.items() if name in (arguments.only or makes)]
+    if not arguments.only:
+        attacks.append(makers.mutated([each for each in attacks if each.values]))
     with tempfile.TemporaryDirectory() as directory, served(arguments, Path(directory)) as server:
         return attacked(server, attacks, arguments, (arguments.seconds - search) / len(attacks))
 
