@@ -9,7 +9,8 @@ import pytest
 from recorded import LENGTH, MODEL, checked
 
 from midstream.client.tracing import BlockContext
-from midstream.lowering.tiers import Tier, lower_trace
+from midstream.lowering.taping import lower_trace
+from midstream.runtime.request import Tier
 from midstream.trace.block import Block
 from midstream.trace.code import LEFT, BlockProgram
 from midstream.trace.shipping import ship
