@@ -30,6 +30,7 @@ from midstream.plan import wire
 from midstream.plan.fields import nearest
 from midstream.plan.values import Named, RecordedRun, Vector, with_digests
 from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.requests.vectors_and_runs import Vectors
 
 V = [1.0, 2.0, 0.5]
 FULL = Plan.of(
@@ -215,6 +216,19 @@ def test_what_is_wrong_with_a_large_plan_is_told_soon():
         Plan.from_json(json.dumps(patch(position=[*range(300_000), 7])))
     assert nearest("0" * 32, [f"{i:032x}" for i in range(100_000)]).startswith("there are '0000")
     assert time.thread_time() - begun < 5
+
+
+def test_names_that_clients_choose_are_compared_soon():
+    """Seen before: an upload of 1,000 vectors beside 2,000 others held the server's event loop, and all streams, for 40 to 80 s."""
+    vectors = Vectors()
+    for i in range(1900):
+        vectors[f"{i:04} {'ab' * 45}"] = [1.0]
+    begun = time.thread_time()
+    assert not any(f"{i} {'ba' * 45}" in vectors for i in range(1000))
+    with pytest.raises(KeyError, match="there are '0000 abab"):
+        vectors["ba" * 45]
+    assert time.thread_time() - begun < 0.5
+    assert nearest("calmm", ["calm", "angry"]) == "did you mean 'calm'?"
 
 
 def steer(**fields):

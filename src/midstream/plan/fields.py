@@ -25,7 +25,7 @@ MAX_INDEX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 T = TypeVar("T")
 LONGEST_NAME = 256  # of a vector or a run
-_MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar names
+_MOST_COMPARED = 1 << 17  # pairs of letters in a search for similar names, which takes about 20 ms
 
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
@@ -81,7 +81,7 @@ def shown(value: Any) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """The names most similar to `name`, else all of them, as the end of a message."""
     there = sorted(set(names))
-    few = len(there) <= _MOST_NAMES and len(name) <= _LONGEST_NAME  # an untrusted plan may have many and long ones
+    few = len(name) * sum(map(len, there)) <= _MOST_COMPARED  # a server's clients choose the names
     near = difflib.get_close_matches(name, there, 3, 0.5) if few else []
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"

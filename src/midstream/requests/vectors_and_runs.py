@@ -77,6 +77,11 @@ class Vectors(MutableMapping[str, Vector]):
         self._set.pop(name, None)
         self._deleted.append(name)
 
+    def __contains__(
+        self, name: object
+    ) -> bool:  # Mapping's own makes an error with similar names first, which is slow
+        return name in self._vectors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._vectors)
 
@@ -192,6 +197,9 @@ class Runs(Mapping[str, RecordedRun]):
         if self._is_async:
             raise MidstreamError(f"On an async engine: await model.runs.delete({name!r}).")
         self.delete(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._there()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._there())
