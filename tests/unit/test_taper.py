@@ -442,7 +442,7 @@ def test_code_gets_the_tokenizer_when_it_asks_for_it():
 
     other = model()
     object.__setattr__(other, "tokenizer", fails)
-    assert "tokenizer cannot be sent" in found(uses, known=other).reason
+    assert "its code raises TraceError" in found(uses, known=other).reason
 
 
 FACTS = ModelFacts(4, {("resid_post", layer): WIDTH for layer in range(4)}, "float32")
