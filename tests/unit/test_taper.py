@@ -374,6 +374,26 @@ def test_a_module_of_the_callers_is_not_imported_or_changed(tmp_path, monkeypatc
     assert said(found(my_probe_module.probe)) == [steer(torch.ones(8))] and not my_probe_module.SEEN
 
 
+def test_later_codes_find_an_installed_module_imported(tmp_path, monkeypatch):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "slow_package.py").write_text(
+        "import os\nHOME = os.getpid()\n\ndef scale(h):\n    return h * 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.setattr("midstream.trace.saves._INSTALLED", (str(tmp_path),))
+    import slow_package
+
+    def home(model, number):
+        slow_package.scale(model.layers_output[1])
+        return number, slow_package.HOME
+
+    homes = []
+    for number in range(3):
+        given = found(lambda model, number=number: home(model, number))
+        homes.append(given.client_trace.outcome({}, 1).values[RETURNED][1])
+    assert homes[0] != homes[1] == homes[2] == process().pid
+
+
 # Tensors, functions, the tokenizer.
 
 
@@ -442,7 +462,7 @@ def test_code_gets_the_tokenizer_when_it_asks_for_it():
 
     other = model()
     object.__setattr__(other, "tokenizer", fails)
-    assert "tokenizer cannot be sent" in found(uses, known=other).reason
+    assert "its code raises TraceError" in found(uses, known=other).reason
 
 
 FACTS = ModelFacts(4, {("resid_post", layer): WIDTH for layer in range(4)}, "float32")

@@ -80,6 +80,13 @@ class DropWeight(NamedTuple):
     digest: str
 
 
+class NewModules(NamedTuple):
+    """Installed modules that some code uses, for the forks of later codes."""
+
+    names: Sequence[str]
+    path: Sequence[str]
+
+
 class NewFork(NamedTuple):
     """A fork that serves the connection which comes with the message."""
 
@@ -91,7 +98,10 @@ class EndFork(NamedTuple):
 
 
 class ForCode(NamedTuple):
-    """The code of a call, without its weights' content. Arguments as of `TapedCode`; `path`: the caller's `sys.path`."""
+    """The code of a call, without its weights' content. The answer names the modules that it imports.
+
+    Arguments as of `TapedCode`; `path`: the caller's `sys.path`.
+    """
 
     code: ShippedCode
     places: Sequence[Sequence[Place]]
@@ -281,6 +291,11 @@ class _Taper:
                         if not (count := self._control.recv_into(memory, min(len(memory), 1 << 20))):
                             return
                         memory = memory[count:]
+                case NewModules(names, path):
+                    sys.path[:] = path
+                    for name in names:
+                        with contextlib.suppress(Exception):
+                            importlib.import_module(name)
                 case DropWeight(digest):
                     self._weights.pop(digest, None)
                 case NewFork(number):
@@ -355,8 +370,11 @@ class _Fork:
             case ForCode(code, places, standing, number, path):
                 sys.path[:] = path
                 self._know(code)
+                before = set(sys.modules)
                 self._code = TapedCode(places, standing, code, self._models[number], self._known)
-                return None
+                with contextlib.suppress(Exception):  # the recording says why
+                    unship(code.programs, self._models[number].resolve, None, self._known)
+                return [name for name in sys.modules if name not in before]
             case ForRequests(lengths, steps):
                 assert self._code is not None
                 found = self._found[message] = self._code.lowered(lengths, steps)

@@ -41,6 +41,7 @@ from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import Point
 from midstream.trace.code import FunctionProgram, TraceProgram
 from midstream.trace.record import Model
+from midstream.trace.saves import is_installed
 from midstream.trace.shipping import ShippedCode, ship
 from midstream.trace.weights import Weight
 
@@ -166,6 +167,10 @@ class _Taper:
             taper.send(self._control, taper.DropWeight(digest))
         return max((self._weights[digest][1] for digest in code.weights), default=0)
 
+    def import_(self, names: Sequence[str]) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            taper.send(self._control, taper.NewModules(names, sys.path))
+
     def end_fork(self, number: int) -> None:
         """End a fork that may not read its connection."""
         with self._lock, contextlib.suppress(OSError):
@@ -197,10 +202,17 @@ class _Fork:
         self._taper, self._sock, self._number, self.sent = owner, sock, number, sent
         _forks.add(self)
 
-    def ask(self, message: Any, code: ShippedCode, model: Model | None = None) -> Any:
+    def import_(self, names: Sequence[str]) -> None:
+        """Have later forks begin with modules that are installed here, too."""
+        files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+        if installed := [name for name, file in files.items() if file and is_installed(file)]:
+            self._taper.import_(installed)
+
+    def ask(self, message: Any, code: ShippedCode, model: Model | None = None, seconds: float | None = None) -> Any:
         """The answer. Raises _EndedError if none comes, and errors that the fork has sent."""
         known = {digest: weight.data for digest, weight in code.weights.items()}
-        limit = time.monotonic() + _SECONDS
+        seconds = _SECONDS if seconds is None else seconds
+        limit = time.monotonic() + seconds
         try:
             while True:
                 self._sock.settimeout(max(0.1, limit - time.monotonic()))
@@ -211,7 +223,7 @@ class _Fork:
                 message = _attribute(model, answer.name)
         except TimeoutError:
             self.end()
-            raise _EndedError(f"taping it takes more than {_SECONDS:.0f} seconds", by_code=True) from None
+            raise _EndedError(f"taping it takes more than {seconds:.0f} seconds", by_code=True) from None
         except (OSError, EOFError):
             self.end()
             self._taper.wait(0.2)  # if it has ended, too, that is known then
@@ -364,7 +376,8 @@ class _Code:
         if self.fork is None or not self.fork.is_open:
             self.fork, number = _new_fork(self._code, self._model)
             code = _without_content(self._code)
-            self.fork.ask(taper.ForCode(code, self._places, self._standing, number, sys.path), self._code)
+            asked = taper.ForCode(code, self._places, self._standing, number, sys.path)
+            self.fork.import_(self.fork.ask(asked, self._code, seconds=_START_SECONDS))
         _keep_latest(self)
         try:
             return self.fork.ask(message, self._code, self._model)

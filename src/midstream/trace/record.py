@@ -325,6 +325,7 @@ def _state_of_process(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
         "the default device": torch.get_default_device(),
         "the environment": dict(os.environ),
         "sys.path": list(sys.path),
+        "its tracing": (sys.gettrace(), sys.getprofile()),
         "warnings.filters": list(warnings.filters),
     }
 
