@@ -10,6 +10,7 @@ from recorded import LENGTH, MODEL, checked
 
 from midstream.client.tracing import BlockContext
 from midstream.lowering.taping import lower_trace
+from midstream.lowering.tiers import TapedCode
 from midstream.runtime.request import Tier
 from midstream.trace.block import Block
 from midstream.trace.code import LEFT, BlockProgram
@@ -58,8 +59,7 @@ def test_a_recording_has_the_containers_as_its_own_run_left_them():
     d = {"x": xs}
     with Kept(programs):
         d["x"].append(model.layers_output[1][-1].save())
-    lowering = lower_trace([programs], ship([programs]), MODEL, [LENGTH], [1])
-    (found,) = lowering.each
+    (found,) = TapedCode.of([programs], ship([programs]), MODEL).lowered([LENGTH], [1])
     values = found.recordings[-1].outcome.values
     assert found.tier is Tier.CLIENT and len(values["d"]["x"]) == 2
     heap, _ = values[LEFT]
