@@ -14,11 +14,9 @@ import contextlib
 import functools
 import inspect
 import io
-import os
 import random
 import re
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -170,7 +168,7 @@ def record(
     notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules = _give_kinds(program)
-    before = _state_of_process(modules)
+    loaded, before = len(sys.modules), _state_of_process(modules)
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
@@ -188,6 +186,8 @@ def record(
         notes.line = notes.line or _line_of(error, notes.file)
     finally:
         CURRENT.reset(token)
+    if len(sys.modules) > loaded:  # imports may change variables of other modules
+        before, modules = {name: each for name, each in before.items() if type(each) is not _Same}, {}
     changed = _changed(before, _state_of_process(modules))
     if changed is not None:
         notes.reason = notes.reason or f"it changes {changed}"
@@ -323,10 +323,8 @@ def _state_of_process(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
         "the random numbers of torch": torch.get_rng_state().numpy().tobytes(),
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
-        "the environment": dict(os.environ),
         "sys.path": list(sys.path),
         "its tracing": (sys.gettrace(), sys.getprofile()),
-        "warnings.filters": list(warnings.filters),
     }
 
 
