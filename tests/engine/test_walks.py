@@ -21,7 +21,7 @@ from midstream import VLLM, Capture, Plan, Steer
 PACKAGE = Path(midstream.__file__).parent
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 # Files that import nothing of midstream are its vocabulary, and no stations on the way.
-VOCABULARY = {"errors.py", "hooks.py", "progress.py", "queues.py", "settings.py", "sites.py", "tree.py"}
+VOCABULARY = {"errors.py", "hooks.py", "memory.py", "progress.py", "queues.py", "settings.py", "sites.py", "tree.py"}
 ONLY_WITH_GRAPHS = {"runtime/kernel.py"}
 MOST = {"plan": 35, "trace": 44}  # so that the ways get no longer
 

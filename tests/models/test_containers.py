@@ -32,6 +32,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_containers_are_as_plain_python_leaves_them(model, plain, name):
+    if isinstance(model, midstream.Remote) and name.startswith("a new "):
+        pytest.skip("a server sends data, and no objects of classes")
     sites = plain.run(PARIS).sites
     hidden = {layer: sites["resid_post", layer] for layer in range(8)}
     body = made(*BODIES[name])

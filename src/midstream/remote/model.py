@@ -707,6 +707,9 @@ class _OnServer(MutableMapping[str, Any]):
         self._check(name)
         self._server.ask("DELETE", self._path(name))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._listed()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._listed())
 

@@ -77,10 +77,8 @@ class Vectors(MutableMapping[str, Vector]):
         self._set.pop(name, None)
         self._deleted.append(name)
 
-    def __contains__(
-        self, name: object
-    ) -> bool:  # Mapping's own makes an error with similar names first, which is slow
-        return name in self._vectors
+    def __contains__(self, name: object) -> bool:
+        return name in self._vectors  # by `__getitem__`, an error would look for similar names first, which is slow
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._vectors)
