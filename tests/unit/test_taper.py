@@ -219,6 +219,7 @@ def test_code_that_does_not_end_runs_in_the_forward(monkeypatch):
 
 def test_without_the_process_code_runs_in_the_forward(monkeypatch):
     monkeypatch.setattr(taping, "_running", None)
+    monkeypatch.setattr(taping, "_unavailable", (0.0, ""))
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
     def body(model):
@@ -231,6 +232,58 @@ def test_without_the_process_code_runs_in_the_forward(monkeypatch):
     monkeypatch.undo()
     FIND.set(taping.lowered_requests)
     assert said(found(body)) == [steer(V, 1)]
+
+
+def test_a_process_that_fails_at_its_start_is_told_and_not_started_again_and_again(monkeypatch):
+    starts = []
+    popen = subprocess.Popen
+
+    def counted(*args, **options):
+        starts.append(args)
+        return popen(*args, **options)
+
+    monkeypatch.setattr(taping, "_running", None)
+    monkeypatch.setattr(taping, "_unavailable", (0.0, ""))
+    monkeypatch.setattr(taping, "_RUN", "raise SystemExit('it has no memory')")
+    monkeypatch.setattr(taping.subprocess, "Popen", counted)
+    for body in (adds, lambda m: m.layers_output[1].add_(V)):
+        with pytest.warns(RuntimeWarning, match="run in the forward.*it has no memory"):
+            assert found(body, known=model()).tier is Tier.FORWARD
+    assert len(starts) <= 2
+    monkeypatch.undo()
+    assert found(adds, known=model()).edits
+
+
+def test_a_message_that_is_interrupted_ends_the_process_and_the_next_one_tapes(monkeypatch):
+    """Seen by reading: the rest of the message was awaited, and later messages were taken for it."""
+    assert found(adds, known=model()).edits
+    before, send = process().pid, taping.taper.send
+
+    def half(sock, message, *rest, **options):
+        if isinstance(message, taping.taper.NewModel):
+            sock.sendall(b"\0" * 5)
+            raise KeyboardInterrupt
+        send(sock, message, *rest, **options)
+
+    monkeypatch.setattr(taping.taper, "send", half)
+    with pytest.raises(KeyboardInterrupt):
+        found(adds, known=model())
+    monkeypatch.undo()
+    assert found(adds, known=model()).edits and process().pid != before
+
+
+def test_a_long_path_of_modules_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/there/is/no/folder/{i:060}" for i in range(4000))])
+    monkeypatch.setattr(taping, "_running", None)
+    assert found(adds, known=model()).edits
+
+
+def test_findings_of_many_calls_do_not_pile_up():
+    known = model()
+    for length in range(5, 45):
+        lowered([[adds]] * 40, [length] * 40, [2] * 40, known)
+    (code,) = known.recorded.values()
+    assert sum(map(len, code._found.values())) <= taping._MOST_FOUND
 
 
 def test_ctrl_c_leaves_and_the_next_code_is_taped():
@@ -486,6 +539,19 @@ def test_a_function_of_a_plan_runs_in_the_process():
 
     with pytest.raises(PlanError, match=rf"line {mixes.__code__.co_firstlineno + 1} of the function"):
         taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=mixes)]), FACTS)
+
+
+def test_a_function_whose_module_cannot_be_sent_is_refused(tmp_path, monkeypatch):
+    """The process would import the module anew, with other values in its variables."""
+    (tmp_path / "with_a_lock.py").write_text(
+        "import threading\nLOCK, SCALE = threading.Lock(), 1.0\ndef f(h):\n    with LOCK:\n        return h * SCALE\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import with_a_lock
+
+    with_a_lock.SCALE = 3.0
+    with pytest.raises(PlanError, match="cannot be sent"):
+        taping.with_programs(Plan((Apply("resid_post", layers=2, program=with_a_lock.f),)), FACTS)
 
 
 def test_several_requests_of_one_call():

@@ -22,6 +22,7 @@ import inspect
 import io
 import os
 import pickle
+import random
 import resource
 import select
 import signal
@@ -326,7 +327,7 @@ class _Taper:
 
 
 def _end_with_parent(parent: int) -> None:
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
@@ -341,7 +342,7 @@ class _Fork:
         self._connection, self._models, self._weights = connection, models, weights
         self._known: Mapping[str, torch.Tensor] = {}  # the weights of its code
         self._code: TapedCode | None = None
-        self._found: dict[ForRequests, list[Any]] = {}
+        self._found: tuple[ForRequests, list[Any]] | None = None  # the last findings
 
     def run(self) -> None:
         """Answer the caller until it closes the connection."""
@@ -377,13 +378,15 @@ class _Fork:
                 return [name for name in sys.modules if name not in before]
             case ForRequests(lengths, steps):
                 assert self._code is not None
-                found = self._found[message] = self._code.lowered(lengths, steps)
-                return found
+                self._found = message, self._code.lowered(lengths, steps)
+                return self._found[1]
             case ForTemplate(of, request, steps):
                 assert self._code is not None
-                if of not in self._found:
-                    self._found[of] = self._code.lowered(of.lengths, of.steps)
-                return self._found[of][request].template(steps)
+                if self._found is None or self._found[0] != of:
+                    self._found = of, self._code.lowered(of.lengths, of.steps)
+                if (one := self._found[1][request]).template is None:
+                    raise TraceError(f"The trace's values cannot be put together: {one.reason}.")
+                return one.template(steps)
             case ForFunction(code, points, sizes, dtype, path):
                 sys.path[:] = path
                 self._know(code)
@@ -445,8 +448,9 @@ def _watch_functions() -> None:
 
 def _without_compiler() -> None:
     """Keep PyTorch from importing its compiler at the first use of certain operations, only to turn it off for them. It takes 110 MB."""
+    code = torch._compile._disable_dynamo(_no_model).__code__  # of the wrapper of such operations
     for each in gc.get_objects():
-        if type(each) is FunctionType and each.__code__ is _NOT_COMPILED:
+        if type(each) is FunctionType and each.__code__ is code:
             inner = inspect.getclosurevars(each).nonlocals["fn"]
             inner.__dynamo_disable = inner
 
@@ -480,13 +484,13 @@ def _second(model: Any, tracer: Any) -> Any:
 
 _THREADS = torch.get_num_threads()
 _connection: socket.socket | None = None  # of this fork
-_CLOCKS = "time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns"
+_CLOCKS = "time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time thread_time_ns "
+_CLOCKS += "clock_gettime clock_gettime_ns localtime gmtime ctime asctime strftime"
 _UNSEEN: dict[Any, str] = {
-    os: "write getpid getppid", time: f"sleep {_CLOCKS}", torch: "save load from_file",
+    os: "write getpid getppid urandom getrandom getloadavg times", random: "_urandom", time: f"sleep {_CLOCKS}",
+    torch: "save load from_file",
     _thread: "start_new_thread", threading: "_start_new_thread _start_joinable_thread",
 }  # fmt: skip
-_NOT_COMPILED = torch._compile._disable_dynamo(_no_model).__code__
-_prctl = ctypes.CDLL(None).prctl
 
 
 def main(control: int) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import pickle
+import select
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -37,6 +38,7 @@ from midstream.lowering.client_traces import Template
 from midstream.lowering.recordings import places_of
 from midstream.lowering.rowwise import Made, NotRowwise
 from midstream.lowering.tiers import Lowered, Lowering, Note, standing_of
+from midstream.memory import Memory
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import Point
 from midstream.trace.code import FunctionProgram, TraceProgram
@@ -48,11 +50,12 @@ from midstream.trace.weights import Weight
 _START_SECONDS = 120.0  # until the process is ready
 _SECONDS = 30.0  # for one answer
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
-_MOST_CALLS = 512  # kinds of calls of one code, by the lengths of prompts and the steps, whose plans are remembered
+_MOST_FOUND = 512  # requests of one code, by calls, whose plans are remembered
 _FORKS = 6  # codes whose recordings are kept
 _WEIGHT_BYTES = 1 << 32  # of tensors that the process keeps
+_UNAVAILABLE_SECONDS = 60.0  # how long no process is started after two have failed in a row
 _RUN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+    "import json, sys; sys.path[:] = json.load(sys.stdin); "
     "from midstream.lowering.taper import main; main(int(sys.argv.pop()))"
 )
 
@@ -62,29 +65,38 @@ class _EndedError(Exception):
 
     Attributes:
         by_code: whether the code that was taped has done that.
+        is_of_fork: whether a fork alone has ended.
     """
 
-    def __init__(self, reason: str, by_code: bool = False) -> None:
+    def __init__(self, reason: str, by_code: bool = False, is_of_fork: bool = False) -> None:
         super().__init__(reason)
-        self.by_code = by_code
+        self.by_code, self.is_of_fork = by_code, is_of_fork
 
 
 class _Taper:
     """The process that forks. Its methods may be called by several threads."""
 
     def __init__(self) -> None:
+        """Raises OSError."""
+        if not hasattr(os, "pidfd_open") or not sys.executable:
+            raise OSError("it needs Linux, and a Python that knows its own program")
         self._control, other = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._control.settimeout(_START_SECONDS)
+        self._errors: Any = None
+        with contextlib.suppress(OSError):  # there may be no folder for temporary files
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         with other:
-            files = [str(other.fileno()), json.dumps([str(each) for each in sys.path])]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _RUN, *files],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-c", _RUN, str(other.fileno())],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=self._errors,
+                stderr=self._errors or subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller
             )
+        assert self._process.stdin is not None
+        with self._process.stdin as path:
+            path.write(json.dumps([str(each) for each in sys.path]).encode())
         self._lock = threading.RLock()
         self._is_ready = False
         self._numbers = count()
@@ -95,40 +107,50 @@ class _Taper:
 
     def fork(self, code: ShippedCode, model: Model | None) -> tuple[_Fork, int]:
         """A fork that has the code's weights and the model, and the model's number. Raises _EndedError."""
-        with self._lock:
-            try:
-                self._wait_until_ready()
-                number, needed = self._send_model(model) if model is not None else (0, 0)
-                needed = max(needed, self._send_weights(code))
-                fork, self._spare = self._spare, None
-                if fork is not None and fork.sent < needed:
-                    fork.close()
-                    fork = None
-                fork = fork or self._new_fork()
-            except (OSError, EOFError) as error:
-                raise _EndedError(f"the process that tapes bodies has ended: {self._last_error or error}") from error
+        with self._talking():
+            self._wait_until_ready()
+            number, needed = self._send_model(model) if model is not None else (0, 0)
+            needed = max(needed, self._send_weights(code))
+            fork, self._spare = self._spare, None
+            if fork is not None and fork.sent < needed:
+                fork.close()
+                fork = None
+            fork = fork or self._new_fork()
         return fork, number
 
     def prepare(self, model: Model | None) -> None:
-        """Have a fork ready that knows the model, unless the process is not ready itself."""
-        with self._lock, contextlib.suppress(OSError, EOFError):
-            self._wait_until_ready(0.0)
+        """Have a fork ready that knows the model, unless the process is not ready itself. Raises _EndedError."""
+        with self._talking():
+            if not self._is_ready and not select.select([self._control], [], [], 0)[0]:
+                return
+            self._wait_until_ready()
             needed = self._send_model(model)[1] if model is not None else 0
             if self._spare is None or self._spare.sent < needed:
                 self._spare = self._new_fork()
 
-    def _wait_until_ready(self, seconds: float = _START_SECONDS) -> None:
-        if not self._is_ready:
-            self._control.settimeout(seconds)
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Send messages in the block, whole ones: if the block is interrupted, the process ends. Raises _EndedError for other errors."""
+        with self._lock:
             try:
-                if not self._control.recv(1):
-                    raise EOFError
-                self._is_ready = True
-            finally:
-                self._control.settimeout(None)
+                yield
+            except BaseException as error:
+                self._process.kill()
+                self.wait(_SECONDS)
+                if not isinstance(error, Exception):
+                    raise
+                raise _EndedError(f"the process that tapes bodies has ended: {self._last_error or error}") from error
+
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            if not self._control.recv(1):
+                raise EOFError
+            self._is_ready = True
 
     @property
     def _last_error(self) -> str:
+        if self._errors is None:
+            return ""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "")
@@ -168,12 +190,12 @@ class _Taper:
         return max((self._weights[digest][1] for digest in code.weights), default=0)
 
     def import_(self, names: Sequence[str]) -> None:
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(_EndedError), self._talking():
             taper.send(self._control, taper.NewModules(names, sys.path))
 
     def end_fork(self, number: int) -> None:
         """End a fork that may not read its connection."""
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(_EndedError), self._talking():
             taper.send(self._control, taper.EndFork(number))
 
     @property
@@ -227,7 +249,7 @@ class _Fork:
         except (OSError, EOFError):
             self.end()
             self._taper.wait(0.2)  # if it has ended, too, that is known then
-            raise _EndedError("it ends the process in which it is taped") from None
+            raise _EndedError("it ends the process in which it is taped", is_of_fork=self._taper.is_running) from None
         except BaseException:  # Ctrl-C
             self.end()
             raise
@@ -303,12 +325,22 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+_unavailable: tuple[float, str] = (0.0, "")  # until when no process is started, and why
+
+
 def _new_fork(code: ShippedCode, model: Model | None) -> tuple[_Fork, int]:
     """As `_Taper.fork`, in a new process if the present one has ended."""
+    global _unavailable
+    until, reason = _unavailable
+    if time.monotonic() < until:
+        raise _EndedError(reason)
+    with contextlib.suppress(_EndedError):
+        return _taper().fork(code, model)
     try:
         return _taper().fork(code, model)
-    except _EndedError:
-        return _taper().fork(code, model)
+    except _EndedError as error:
+        _unavailable = time.monotonic() + _UNAVAILABLE_SECONDS, str(error)
+        raise
 
 
 def _twice(ask: Callable[[], Any]) -> Any:
@@ -321,7 +353,7 @@ def _twice(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except _EndedError as error:
-        error.by_code = error.by_code or _taper().is_running
+        error.by_code = error.by_code or error.is_of_fork
         raise
 
 
@@ -360,9 +392,14 @@ class _Code:
             for i, one in enumerate(found):
                 one.template = partial(self._template, requests, i)
             self._found[requests] = found
-            while len(self._found) > _MOST_CALLS:
+            while len(self._found) > 1 and sum(map(len, self._found.values())) > _MOST_FOUND:
                 self._found.popitem(last=False)
             return found
+
+    def forget(self) -> None:
+        """Let go of what refers to this object."""
+        with self.lock:
+            self._found.clear()
 
     def _template(self, requests: taper.ForRequests, request: int, steps: int) -> Template:
         """The outcome of a request with fewer steps than foreseen."""
@@ -377,7 +414,11 @@ class _Code:
             self.fork, number = _new_fork(self._code, self._model)
             code = _without_content(self._code)
             asked = taper.ForCode(code, self._places, self._standing, number, sys.path)
-            self.fork.import_(self.fork.ask(asked, self._code, seconds=_START_SECONDS))
+            try:
+                self.fork.import_(self.fork.ask(asked, self._code, seconds=_START_SECONDS))
+            except MidstreamError:
+                self.fork.close()
+                raise
         _keep_latest(self)
         try:
             return self.fork.ask(message, self._code, self._model)
@@ -414,11 +455,13 @@ def lowered_requests(
     """As `tiers.lowered_requests`. Code that was recorded with equal variables is not recorded again."""
     key = code.programs, tuple(code.weights), tuple(code.bodies)
     with _lock:
+        dropped: list[Any] = []
         found = model.recorded.pop(key, None) or _Code(programs, code, model)
         if len(code.programs) <= _MOST_KEPT:
             model.recorded[key] = found
-            while len(model.recorded) > _KEPT_CODES:
-                model.recorded.popitem(last=False)
+            dropped = [model.recorded.popitem(last=False)[1] for _ in range(len(model.recorded) - _KEPT_CODES)]
+    for each in dropped:
+        each.forget()
     return found.lowered(taper.ForRequests(tuple(lengths), tuple(steps)))
 
 
@@ -447,7 +490,7 @@ def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
     return rowwise.with_programs(plan, facts, _program_of)
 
 
-_programs: OrderedDict[Hashable, Made] = OrderedDict()
+_programs: Memory[Made] = Memory()
 
 
 def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
@@ -456,25 +499,25 @@ def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Se
         code = ship([[FunctionProgram(function)]])
     except TraceError as error:
         raise NotRowwise(0, str(error)) from error
+    if code.by_name is not None:  # the process would import its module anew
+        raise NotRowwise(0, code.by_name)
     asked = taper.ForFunction(_without_content(code), tuple(points), tuple(sizes), dtype, sys.path)
-    key = code.programs, tuple(code.weights), *asked[1:4]
-    if key not in _programs:
 
-        def ask() -> Any:
-            fork, _ = _new_fork(code, None)
-            try:
-                return fork.ask(asked, code)
-            finally:
-                fork.close()
-                prepare(None)
+    def ask() -> Any:
+        fork, _ = _new_fork(code, None)
+        try:
+            return fork.ask(asked, code)
+        finally:
+            fork.close()
+            prepare(None)
 
+    def make() -> Made:
         try:
             answer = _twice(ask)
         except (_EndedError, MidstreamError) as error:
             raise NotRowwise(0, str(error)) from error
         if isinstance(answer, taper.NotAProgram):
             raise NotRowwise(answer.line, answer.reason)
-        _programs[key] = answer
-        while len(_programs) > _KEPT_CODES:
-            _programs.popitem(last=False)
-    return _programs[key]
+        return answer  # type: ignore[no-any-return]
+
+    return _programs.get((code.programs, tuple(code.weights), *asked[1:4]), make, lambda _: 2 * len(code.programs))

@@ -1,4 +1,4 @@
-"""Records a trace: its code runs once on stand-ins, in the process that packs it, to find out how it uses the model.
+"""Records a trace: its code runs once on stand-ins to find out how it uses the model. `lowering.taper` is the process for that.
 
     (programs,) = unship(data, model.resolve)           # a copy of the code and its variables
     recording = record(programs[0], model, tokens=7, steps=3)
@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -167,12 +167,15 @@ def record(
     """
     notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
-    modules = _give_kinds(program)
+    modules, codes = _give_kinds(program)
     loaded, before = len(sys.modules), _state_of_process(modules)
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
         with _seeing(notes, printed):
+            if (asking := next(filter(_asks_for_time, codes), None)) is not None:
+                notes.reason, notes.line = "it asks for the time", asking.co_firstlineno
+                raise Ended(notes.reason)
             try:
                 body.result = program.run(model.envoy, {})
             except StopTrace as stop:
@@ -348,13 +351,15 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     return None
 
 
-def _give_kinds(program: TraceProgram) -> dict[str, ModuleType]:
-    """Replace `type` by `kind_of` in a program's functions. Returns the modules among the variables that they use."""
+def _give_kinds(program: TraceProgram) -> tuple[dict[str, ModuleType], list[CodeType]]:
+    """Replace `type` by `kind_of` in a program's functions. Returns the modules among the variables that they use, and their code."""
     modules: dict[str, ModuleType] = {}
+    codes: list[CodeType] = []
     program = getattr(program, "program", program)
     seen, rest = set[int](), list[Any]([program.fn] if isinstance(program, FunctionProgram) else [])
     if isinstance(program, BlockProgram):
         program.injected.setdefault("type", kind_of)
+        codes.append(program.block.code)
         rest += program.block.captured.values()
     while rest:
         found = rest.pop()
@@ -365,11 +370,23 @@ def _give_kinds(program: TraceProgram) -> dict[str, ModuleType]:
         if type(function) is not FunctionType or id(function) in seen:
             continue
         seen.add(id(function))
+        codes.append(function.__code__)
         names = function.__globals__
         if vars(sys.modules.get(names.get("__name__", ""), object)) is not names:  # a copy
             names.setdefault("type", kind_of)
         rest += [value for _, value in variables_of(function)]
-    return modules
+    return modules, codes
+
+
+def _asks_for_time(code: CodeType) -> bool:
+    """Whether code names a method of `datetime` that reads the clock. Such a call cannot be noticed while the code runs, and the next one
+    may give something else.
+    """
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return not _OF_TIME.isdisjoint(code.co_names) or any(map(_asks_for_time, inner))
+
+
+_OF_TIME = frozenset({"now", "today", "utcnow"})
 
 
 def _file_of(program: TraceProgram) -> str:
