@@ -278,6 +278,13 @@ def test_a_long_path_of_modules_is_no_obstacle(monkeypatch):
     assert found(adds, known=model()).edits
 
 
+def test_a_path_that_changes_after_the_start_is_no_obstacle(tmp_path, monkeypatch):
+    """Seen before: a recording looked at the new folders, and ended as code that acts on the world outside."""
+    assert found(adds, known=model()).edits
+    monkeypatch.syspath_prepend(tmp_path)
+    assert found(adds, known=model()).edits
+
+
 def test_findings_of_many_calls_do_not_pile_up():
     known = model()
     for length in range(5, 45):
