@@ -622,7 +622,7 @@ class _Writer:
         if is_new and kind is deque:
             attributes = {"maxlen": value.maxlen}
         parts = {each: self.code(part, (number, "attribute", each)) for each, part in attributes.items()}
-        factory = parts.get("default_factory")
+        factory: Any = parts.get("default_factory")
         if issubclass(kind, defaultdict) and factory in FACTORIES.values():
             parts["default_factory"] = "class", factory.__name__  # a server sends no classes
         self.heap[number] = name, ORIGINALS.get(kind, kind) if is_new and not name else None, items, parts, [*gone]
