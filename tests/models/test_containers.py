@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -48,6 +49,12 @@ def test_containers_are_as_plain_python_leaves_them(model, plain, name):
 
 TOLD = {
     "an attribute of a class": ("class C:\n        n = 0", "C.n += 1", "C"),
+    "a new attribute of a function": (
+        "def keep():\n    pass\nkeep.rows = []",
+        "keep.rows.append(save(H(3))); keep.last = H(4)",
+        "last",
+    ),
+    "an attribute of a library's object": ("t = string.Template('a')", "t.template = 'b'", "t"),
     "an iterator": ("it = iter([1, 2, 3])", "next(it)", "it"),
     "a counter of itertools": ("n = itertools.count()", "next(n)", "n"),
     "random numbers": ("r = random.Random(0)", "r.random()", "r"),
@@ -125,3 +132,13 @@ def test_a_trace_in_a_loop_adds_to_what_came_back(model, plain):
             d["x"].append(model.layers_output[3].save())
         seen.append(inner[-1])
     assert len(inner) == 3 and all(a is b for a, b in zip(inner, seen, strict=True))
+
+
+def test_an_object_that_stays_as_it_is_is_not_told(model):
+    """Its pickle has another dict each time."""
+    number = uuid.UUID(int=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.trace(PARIS):
+            text = str(number)  # noqa: F841
+            got = model.layers_output[3].save()  # noqa: F841

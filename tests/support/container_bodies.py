@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 HEAD = """
-import collections, dataclasses, functools, itertools, random
+import argparse, collections, dataclasses, functools, itertools, random, string, uuid
 from collections import Counter, OrderedDict, UserDict, UserList, ChainMap, defaultdict, deque
 from types import SimpleNamespace
 
@@ -192,6 +192,7 @@ BODIES: dict[str, tuple[str, str]] = {
     ),
     "an augmented list": ("d = {'x': [0]}; inner = d['x']", "d['x'] += [save(H(3))]"),
     "a swap": ("a = [1]; b = [2]; d = {'a': a, 'b': b}", "d['a'], d['b'] = d['b'], d['a']; d['a'].append(save(H(3)))"),
+    "argparse.Namespace": ("n = argparse.Namespace(k=0)", "n.k += 1; n.h = save(H(3))"),
     "nothing changes": ("xs = [1]; d = {'x': xs}", "got = save(H(3)); len(xs), d"),
 }
 _numbers = itertools.count()

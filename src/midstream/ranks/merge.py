@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, StageMismatchWarning
-from midstream.trace.code import Outcome
+from midstream.trace.code import LEFT, Outcome
 from midstream.trace.parallel import Absent
 
 # Two stages may sum in different orders. Their results may differ by this much, relative to the largest entry. A float32 tensor or a
@@ -93,8 +93,9 @@ class _Merging:
 
     def _warn(self, name: str) -> None:
         stages = ", ".join(map(str, sorted(self._differing)))
+        what = "What the trace left in its variables" if name == LEFT else repr(name)
         warnings.warn(
-            f"{name!r} differs between pipeline stages {stages}; the value of stage {self._taken} is used. The trace's code runs on "
+            f"{what} differs between pipeline stages {stages}; the value of stage {self._taken} is used. The trace's code runs on "
             "every stage and has to compute the same on each: give random numbers a seed, and keep clocks and global state out.",
             StageMismatchWarning,
             stacklevel=2,

@@ -12,9 +12,9 @@ of them keeps its identity, wherever the caller or the trace has put it.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
+import hashlib
 import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -41,6 +41,7 @@ import torch
 from cloudpickle.cloudpickle import _extract_code_globals
 from torch import nn
 
+from midstream.errors import ChannelError, UnsendableError
 from midstream.trace.saves import (
     ORIGINALS,
     Saves,
@@ -71,6 +72,10 @@ _VALUES = _ATOMS - {type}
 # Containers of these classes are made anew by name.
 _MADE = {kind.__name__: kind for kind in (list, dict, deque, set, OrderedDict, defaultdict, Counter)}
 _MADE_KINDS = frozenset(_MADE.values())
+# The classes that a server may name as the factory of a defaultdict.
+FACTORIES: dict[str, type] = {
+    each.__name__: each for each in (list, tuple, set, frozenset, deque, dict, int, float, str)
+}
 # What a class's variables are if they are code.
 _IN_CLASSES = (
     FunctionType,
@@ -172,10 +177,10 @@ def _is_callers(kind: type) -> bool:
 
 @_once_for_class
 def _has_own_state(kind: type) -> bool:
-    """The same for the caller's classes, and those of Python's library that are containers."""
+    """The same for the caller's classes, and those of Python's library that leave pickling to Python."""
     if kind is SimpleNamespace or _is_callers(kind):
         return True
-    return _module(kind) == "collections" and pickles_by_default(kind) and _is_plain(kind)
+    return _module(kind) in sys.stdlib_module_names and pickles_by_default(kind) and _is_plain(kind)
 
 
 def _is_plain(kind: type) -> bool:
@@ -211,24 +216,47 @@ def _is_callers_module(module: ModuleType) -> bool:
     return isinstance(file, str) and not is_installed(file) and module.__name__.partition(".")[0] != _OWN
 
 
+def _takes(owner: Any, name: str, known: Collection[str]) -> bool:
+    """Whether an attribute of the caller's object can come back. `known`: the names of its attributes before the trace.
+
+    Functions, modules and classes get no new attributes, because these could stand in the way of the caller's code.
+    """
+    kind = type(owner)
+    if name.startswith("__") and name.endswith("__"):
+        return False
+    if name in known:
+        return True
+    if kind is FunctionType:
+        return name in owner.__code__.co_freevars
+    if kind is ModuleType or issubclass(kind, type) or attributes_of(owner) is None or kind in _MADE_KINDS:
+        return False
+    is_of_torch = issubclass(kind, nn.Module) and name in _OF_MODULES
+    return not is_of_torch and (name in _members(kind) or bool(kind.__dictoffset__))
+
+
 def _set_attribute(owner: Any, name: str, value: Any) -> None:
     if type(owner) is FunctionType:
         if name in owner.__code__.co_freevars and owner.__closure__ is not None:
             owner.__closure__[owner.__code__.co_freevars.index(name)].cell_contents = value
-        elif name in owner.__globals__:
+        elif name in owner.__globals__ and name in _extract_code_globals(owner.__code__):
             owner.__globals__[name] = value
         else:
             vars(owner)[name] = value
     elif issubclass(type(owner), type):
         type.__setattr__(owner, name, value)
-    else:
-        object.__setattr__(owner, name, value)
+    elif (member := _members(type(owner)).get(name)) is not None:
+        member.__set__(owner, value)
+    else:  # not by `setattr`, which runs the setters of properties
+        object.__getattribute__(owner, "__dict__")[name] = value
 
 
 def _delete_attribute(owner: Any, name: str) -> None:
-    delete = type.__delattr__ if issubclass(type(owner), type) else object.__delattr__
-    with contextlib.suppress(AttributeError):
-        delete(owner, name)
+    if issubclass(type(owner), type):
+        type.__delattr__(owner, name)
+    elif (member := _members(type(owner)).get(name)) is not None:
+        member.__delete__(owner)
+    else:
+        object.__getattribute__(owner, "__dict__").pop(name, None)
 
 
 def _parts(name: str, value: Any, with_atoms: bool = False) -> Iterator[tuple[str, Any]]:
@@ -314,8 +342,17 @@ def _version(value: Any) -> Any:
         return hash(value.tobytes()) if not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES else None
     if _module(kind) in sys.stdlib_module_names:
         with contextlib.suppress(Exception):  # it cannot be pickled
-            return value.__reduce_ex__(4)
+            return _copied(value.__reduce_ex__(4))
     return None
+
+
+def _copied(value: Any, depth: int = 8) -> Any:
+    """A copy of lists, tuples, dicts and sets as tuples, so that it stays as it is when the object changes."""
+    kind = type(value)
+    if depth == 0 or kind not in (list, tuple, dict, set) or len(value) > _MOST_OBJECTS:
+        return value
+    items = (part for item in value.items() for part in item) if kind is dict else value
+    return kind.__name__, tuple(_copied(each, depth - 1) for each in items)
 
 
 def _differs(now: Any, before: Any) -> bool:
@@ -476,9 +513,12 @@ class Changes:
                 self.filled[name] = value
         attributes = attributes_of(value) or {}
         changed = {n: v for n, v in attributes.items() if n not in before or v is not before[n]}
-        gone = [each for each in before if each not in attributes]
+        gone = [each for each in before if each not in attributes and _takes(value, each, before)]
         for each, new in list(changed.items()):
-            if self._saves.has(new):
+            if not _takes(value, each, before):
+                self.mutated.append(f"{name}.{each}")
+                del changed[each]
+            elif self._saves.has(new):
                 self.bound[f"{name}.{each}"] = self._saves.saved_for(new)
             elif any(map(_is_tensor, _reach([new]))) and not self._has_saved([new]):
                 self.mutated.append(f"{name}.{each}")
@@ -507,7 +547,7 @@ class Changes:
             value = self._callers.objects[number]
             attributes, gone = self._attributes.get(number, ({}, []))
             writer.write(number, value if number in self._kept else None, attributes, gone)
-        names = {name: writer.code(value) for name, value in values.items() if not _is_tensor(value)}
+        names = {name: writer.code(value, (name,)) for name, value in values.items() if not _is_tensor(value)}
         writer.finish()
         return (writer.heap, names) if writer.has_callers else None
 
@@ -518,6 +558,9 @@ class Changes:
 class _Writer:
     """Writes objects as plain data.
 
+    A new object's number follows from the first place that refers to it: the number of the object there, and the index, key or attribute.
+    So it does not depend on how many other new objects there are, and pipeline stages that are a step apart number an object alike.
+
     Attributes:
         heap: number -> (name of the kind, its class, items, attributes, names of deleted attributes).
         has_callers: whether there is any of the caller's objects in it.
@@ -526,11 +569,11 @@ class _Writer:
     def __init__(self, numbers: Mapping[int, int], count: int) -> None:
         self._numbers, self._count = dict(numbers), count
         self._rest = deque[Any]()  # new objects, without numbers of the caller's
-        self._held: list[Any] = []
+        self._new: dict[int, Any] = {}
         self.heap: dict[int, Any] = {}
         self.has_callers = False
 
-    def code(self, value: Any) -> Any:
+    def code(self, value: Any, place: tuple[Any, ...]) -> Any:
         kind = type(value)
         if kind in _VALUES:
             return value
@@ -538,18 +581,23 @@ class _Writer:
             self.has_callers = self.has_callers or number < self._count
             return "=", number
         if issubclass(kind, (tuple, frozenset)):
-            return self._frozen(value)
+            return self._frozen(value, place)
         is_object = _has_own_state(kind) and not (_is_atom(value) or issubclass(kind, nn.Module))
         if kind in _MADE_KINDS or is_object:
-            number = self._numbers[id(value)] = self._count + len(self._held)
-            self._held.append(value)
+            number = self._numbers[id(value)] = self._number(place)
+            self._new[number] = value
             self._rest.append((number, value))
             return "=", number
         return value
 
-    def _frozen(self, value: Any) -> Any:
+    def _number(self, place: tuple[Any, ...]) -> int:
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=6).digest()
+        number = self._count + int.from_bytes(digest, "big")
+        return number if number not in self._new else self._number((*place, None))
+
+    def _frozen(self, value: Any, place: tuple[Any, ...]) -> Any:
         kind, items = type(value), items_of(value) or []
-        codes = [self.code(item) for item in items]
+        codes = [self.code(item, (*place, i)) for i, item in enumerate(items)]
         if kind is frozenset:
             return "{}", None, frozenset(codes)
         if kind is not tuple and _same_items(codes, items):
@@ -563,17 +611,21 @@ class _Writer:
         kind = type(value)
         items: Any = None
         if issubclass(kind, dict):
-            base = _dict_base(kind)
-            items = {self.code(key): self.code(each) for key, each in base.items(value)}
-        elif issubclass(kind, set):
-            items = {self.code(each) for each in set.__iter__(value)}
+            items = {}
+            for i, (key, each) in enumerate(_dict_base(kind).items(value)):
+                place = key if type(key) in (str, bytes, int, float, bool, type(None)) else ("key", i)
+                items[self.code(key, (number, "key", i))] = self.code(each, (number, "at", place))
         elif value is not None and is_container(value):
-            items = [self.code(each) for each in items_of(value) or ()]
+            codes = [self.code(each, (number, "at", i)) for i, each in enumerate(items_of(value) or ())]
+            items = set(codes) if issubclass(kind, set) else codes
         name = next((name for name, known in _MADE.items() if kind is known), "")
         if is_new and kind is deque:
             attributes = {"maxlen": value.maxlen}
-        codes = {each: _factory_code(self.code(part)) for each, part in attributes.items()}
-        self.heap[number] = name, ORIGINALS.get(kind, kind) if is_new and not name else None, items, codes, [*gone]
+        parts = {each: self.code(part, (number, "attribute", each)) for each, part in attributes.items()}
+        factory: Any = parts.get("default_factory")
+        if issubclass(kind, defaultdict) and factory in FACTORIES.values():
+            parts["default_factory"] = "class", factory.__name__  # a server sends no classes
+        self.heap[number] = name, ORIGINALS.get(kind, kind) if is_new and not name else None, items, parts, [*gone]
 
     def finish(self) -> None:
         """Write the new objects that are referred to."""
@@ -582,19 +634,12 @@ class _Writer:
             self.write(number, value, attributes_of(value) or {}, is_new=True)
 
 
-def _factory_code(value: Any) -> Any:
-    """A builtin class by name: as data, it can be sent to every client."""
-    is_builtin = isinstance(value, type) and vars(builtins).get(value.__name__) is value
-    return ("class", value.__name__) if is_builtin else value
-
-
 def put_back(left: Any, callers: Callers) -> dict[str, Any]:
-    """Give the caller's objects the contents that a trace has left. Returns the values by name that contain any of them."""
-    heap, names = left
-    objects: dict[int, Any] = dict(enumerate(callers.objects))
-    for number, (name, kind, _, attributes, _) in heap.items():
-        if number >= len(callers.objects):
-            objects[number] = _made(name, kind, attributes)
+    """Give the caller's objects the contents that a trace has left. Returns the values by name that contain any of them.
+
+    Raises ChannelError, before it changes any object, for data that do not fit the objects: a server may have made them up.
+    """
+    heap, names, objects = _checked(left, callers.objects)
 
     def value(code: Any) -> Any:
         if type(code) is not tuple:
@@ -602,7 +647,9 @@ def put_back(left: Any, callers: Callers) -> dict[str, Any]:
         if code[0] == "=":
             return objects[code[1]]
         if code[0] == "class":
-            return getattr(builtins, code[1])
+            return FACTORIES[code[1]]
+        if isinstance(code[1], UnsendableError):  # in place of the class of a named tuple
+            return code[1]
         items = map(value, code[2])
         if code[0] == "{}":
             return frozenset(items)
@@ -610,10 +657,15 @@ def put_back(left: Any, callers: Callers) -> dict[str, Any]:
 
     # Dicts and sets last, since they ask their keys for hashes.
     for number in sorted(heap, key=lambda each: isinstance(heap[each][2], (dict, set))):
-        _, _, items, attributes, gone = heap[number]
+        name, _, items, attributes, gone = heap[number]
         there = objects[number]
+        if isinstance(
+            there, UnsendableError
+        ):  # a server does not send classes; this is the error in place of an object
+            continue
         for each, code in attributes.items():
-            _set_attribute(there, each, value(code))
+            if (name, each) != ("deque", "maxlen"):
+                _set_attribute(there, each, value(code))
         for each in gone:
             _delete_attribute(there, each)
         if items is not None:
@@ -621,31 +673,99 @@ def put_back(left: Any, callers: Callers) -> dict[str, Any]:
     return {name: value(code) for name, code in names.items()}
 
 
-def _made(name: str, kind: Any, attributes: dict[str, Any]) -> Any:
+def _checked(left: Any, own: Sequence[Any]) -> tuple[dict[int, Any], dict[str, Any], dict[int, Any]]:
+    """The parts of what a trace has left, and the objects by number: the caller's `own`, and new ones, which are still empty."""
+
+    def require(fits: Any, what: str) -> None:
+        if not fits:
+            raise ChannelError(
+                f"What this trace left in its variables came back malformed, so they stay as they were: {what}."
+            )
+
+    def is_code(code: Any, as_key: bool = False) -> bool:
+        if type(code) is not tuple:
+            return True
+        if len(code) == 2 and type(code[0]) is str and code[0] == "=":
+            return (
+                type(code[1]) is int and code[1] in objects and not (as_key and type(objects[code[1]]).__hash__ is None)
+            )
+        if len(code) != 3 or type(code[0]) is not str or code[0] not in ("()", "{}"):
+            return False
+        is_set, kind = code[0] == "{}", code[1]
+        is_tuple = (
+            kind is None or isinstance(kind, UnsendableError) or (isinstance(kind, type) and issubclass(kind, tuple))
+        )
+        return (
+            is_tuple
+            and type(code[2]) is (frozenset if is_set else tuple)
+            and all(is_code(c, as_key or is_set) for c in code[2])
+        )
+
+    require(type(left) is tuple and list(map(type, left)) == [dict, dict], "not two dicts")
+    heap, names = left
+    objects: dict[int, Any] = dict(enumerate(own))
+    shape = [str, dict, list]
+    for number, entry in heap.items():
+        require(type(number) is int and number >= 0, "an object's number")
+        require(type(entry) is tuple and len(entry) == 5, "an object's parts")
+        name, kind, items, attributes, gone = entry
+        require([type(name), type(attributes), type(gone)] == shape, "an object's parts")
+        require(all(type(each) is str for each in (*attributes, *gone)), "an attribute's name")
+        if number >= len(own):
+            is_class = not name and isinstance(kind, (type, UnsendableError))
+            require(is_class or name in _MADE, f"a new object of kind {name!r}")
+            longest = attributes.get("maxlen") if name == "deque" else None
+            require(longest is None or (type(longest) is int and 0 <= longest <= sys.maxsize), "a deque's length")
+            objects[number] = _made(name, kind, longest)
+    for number, (name, _, items, attributes, gone) in heap.items():
+        there = objects[number]
+        if isinstance(there, UnsendableError):
+            continue
+        if items is not None:
+            base = next((base for base in (dict, set) if issubclass(type(there), base)), list)
+            require(is_container(there) and type(items) is base, f"the items of a {type(there).__name__}")
+            require(all(map(is_code, items.values() if type(items) is dict else items)), "a reference to an object")
+            require(type(items) is list or all(is_code(key, as_key=True) for key in items), "a key")
+        known, is_new = attributes_of(there) or {}, number >= len(own)
+        for each, code in attributes.items():
+            may = (is_new and (not name or (name, each) == ("deque", "maxlen"))) or _takes(there, each, known)
+            require(may, f"the attribute {each!r} of a {type(there).__name__}")
+            is_factory = each == "default_factory" and isinstance(there, defaultdict)
+            names_class = type(code) is tuple and len(code) == 2 and type(code[1]) is str and code[1] in FACTORIES
+            require((is_factory and names_class and code[0] == "class") or is_code(code), f"the value of {each!r}")
+        for each in gone:
+            require(each in known and _takes(there, each, known), f"the deleted attribute {each!r}")
+    for each, code in names.items():
+        require(type(each) is str and is_code(code), "a saved value")
+    return heap, names, objects
+
+
+def _made(name: str, kind: Any, longest: int | None) -> Any:
     if name == "deque":
-        return deque(maxlen=attributes.pop("maxlen"))
-    if name:
-        return _MADE[name]()
-    if not isinstance(kind, type):  # a server does not send classes; this is the error in place of one
-        attributes.clear()
-        return kind
+        return deque(maxlen=longest)
+    if name or isinstance(kind, UnsendableError):
+        return _MADE[name]() if name else kind
     bases = (OrderedDict, defaultdict, *_CONTAINERS, SimpleNamespace)
     base: Any = next((base for base in bases if issubclass(kind, base)), object)
     return base.__new__(kind)
 
 
 def _fill(there: Any, items: Any, value: Any) -> None:
-    """Replace the content of a container."""
-    if issubclass(type(there), dict):
-        base = _dict_base(type(there))
-        new = [(value(key), value(each)) for key, each in items.items()]
+    """Replace the content of a container. If a key raises an error, the container stays as it was."""
+    kind = type(there)
+    if issubclass(kind, dict):
+        base = _dict_base(kind)
+        new = base((value(key), value(each)) for key, each in items.items())
         base.clear(there)
-        for key, each in new:
+        for key, each in new.items():
             base.__setitem__(there, key, each)
-    elif issubclass(type(there), list):
+    elif issubclass(kind, set):
+        found = {value(each) for each in items}
+        set.clear(there)
+        set.update(there, found)
+    elif issubclass(kind, list):
         list.__setitem__(there, slice(None), [value(each) for each in items])
     else:
-        base = deque if issubclass(type(there), deque) else set
-        new = [value(each) for each in items]
-        base.clear(there)
-        (deque.extend if base is deque else set.update)(there, new)
+        rows = [value(each) for each in items]
+        deque.clear(there)
+        deque.extend(there, rows)

@@ -19,6 +19,7 @@ import torch
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
+from midstream.trace.containers import FACTORIES
 from midstream.trace.tracer import Cache, CacheEntry, Result
 from midstream.transport.wire import (
     LENGTH,
@@ -173,7 +174,7 @@ def _unsendable(value: Any, reason: str) -> list[Any]:
 
 def _kind_of(value: Any) -> str | None:
     kind = type(value)
-    if kind is defaultdict and getattr(value.default_factory, "__name__", "") not in _FACTORIES:
+    if kind is defaultdict and getattr(value.default_factory, "__name__", "") not in FACTORIES:
         return "dict"
     if kind in _NAMES:
         return _NAMES[kind]
@@ -271,9 +272,6 @@ def _class(module: Any, name: str | None, base: type) -> Any:
     return found if isinstance(found, type) and issubclass(found, base) else base
 
 
-_FACTORIES: dict[str, type] = {
-    each.__name__: each for each in (list, tuple, set, frozenset, deque, dict, int, float, str)
-}
 _KINDS = {
     "list": _sequence(list),
     "tuple": _sequence(tuple),
@@ -285,7 +283,7 @@ _KINDS = {
     "defaultdict": _Kind(
         defaultdict,
         lambda d: [d.default_factory.__name__, *_flat(d)],
-        lambda factory, *flat: defaultdict(_FACTORIES[factory], _pairs(flat)),
+        lambda factory, *flat: defaultdict(FACTORIES[factory], _pairs(flat)),
     ),
     "cache": _Kind(Cache, _cache_parts, _cache),
     "named": _Kind(
