@@ -1,4 +1,4 @@
-"""Each new tape is checked against the code on real numbers (row U2; section 20 of the design).
+"""Each new tape is checked against the code on real numbers (rows U2 and U3; section 20 of the design).
 
 The first part breaks the lowering on purpose. With the check, the body runs in the forward; without it, the tape is wrong. The second part
 has bodies of the kinds that recordings have got wrong: each is right, or runs in the forward. The third part has bodies that must not lose
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from bare_trace import Trace
 from recorded import LENGTH, MODEL, UNIT, WIDTH, V, check_numbers, client_value, found, plain
 
-from midstream.lowering import client_traces, linear, tiers
+from midstream.lowering import client_traces, linear, tiers, validation
+from midstream.lowering.tiers import TapedCode
 from midstream.plan.building import Builder
 from midstream.plan.ops.edit import changed
 from midstream.runtime.request import Tier
@@ -372,6 +373,100 @@ def test_a_point_that_the_tape_does_not_capture_is_noticed(monkeypatch):
     no_reads(monkeypatch)
     given = found(reads_behind, known=fresh())
     assert given.tier is Tier.FORWARD and "the tape does not" in given.reason
+
+
+def adds_by_position(model):
+    """The body depends on the prompt's length."""
+    h = model.layers_output[2]
+    h += V * torch.arange(1.0, len(h) + 1)[:, None]
+
+
+def doubles_by_position(model):
+    h = model.layers_output[2]
+    model.layers_output[2] = h * torch.arange(1.0, len(h) + 1)[:, None] + 2 * h
+
+
+def only_at(lengths, monkeypatch):
+    """A fault in the tapes of prompts with these lengths: their edits are missing."""
+    made = tiers._edits
+
+    def edits(graphs, *given):
+        found = list(made(graphs, *given))
+        return iter([] if given[2] in lengths else found)
+
+    monkeypatch.setattr(tiers, "_edits", edits)
+
+
+def test_a_fault_for_one_token_alone_is_caught(monkeypatch):
+    only_at([1], monkeypatch)
+    for body in (adds, adds_by_position):
+        assert found(body, length=1, known=fresh()).tier is Tier.FORWARD
+        assert found(body, length=2, known=fresh()).tier is Tier.PLAN
+
+
+@pytest.mark.parametrize("body", [clamps, adds_by_position, doubles_by_position], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("length", [2, 3, LENGTH, 9])
+def test_a_fault_for_extreme_rows_alone_is_caught(body, length, monkeypatch):
+    whole = found(body, length=length, known=fresh())
+    assert whole.tier is Tier.PLAN
+    real = validation.edited
+
+    def fault(is_wrong):
+        def edited(old_RW, *given):
+            made_RW = real(old_RW, *given)
+            return torch.where(is_wrong(old_RW.abs().amax(-1, keepdim=True)), made_RW + made_RW.abs() / 2, made_RW)
+
+        monkeypatch.setattr(validation, "edited", edited)
+        return found(body, length=length, known=fresh()).tier
+
+    assert fault(lambda largest: largest > 1e3) is Tier.FORWARD
+    assert fault(lambda largest: largest < 1e-20) is Tier.FORWARD
+    assert fault(lambda largest: largest < 0) is Tier.PLAN
+
+
+def test_each_row_is_plain_in_one_check_and_special_in_another():
+    for tokens in (2, 5, 10):
+        changed = []
+        for special in validation._SPECIAL_ROWS:
+            rows = torch.ones(tokens, WIDTH)
+            special.put(rows)
+            changed.append((rows != 1).any(-1))
+        assert torch.equal(changed[0], ~changed[1])
+
+
+def test_large_saved_numbers_do_not_hide_a_fault_in_others(monkeypatch):
+    def norms(model):
+        return model.layers_output[2].norm(dim=-1)
+
+    def norms_and_a_factor(model):
+        found = model.layers_output[1].norm(dim=-1)
+        adds_by_position(model)
+        return found
+
+    for body in (norms, norms_and_a_factor):
+        assert found(body, known=fresh()).tier is Tier.CLIENT
+    values_by(lambda value: torch.where(value < 100, value * 1.0002, value))(monkeypatch)
+    for body in (norms, norms_and_a_factor):
+        assert found(body, known=fresh()).tier is Tier.FORWARD
+
+
+@pytest.mark.parametrize("without", [(LENGTH,), (LENGTH + 5,), (LENGTH, LENGTH + 5)])
+def test_the_requests_own_length_is_checked_where_others_have_no_tape(without, monkeypatch):
+    made = TapedCode._made
+
+    def lowered(self, recorded, request, length, steps):
+        whole = made(self, recorded, request, length, steps)
+        return replace(whole, tier=Tier.FORWARD, edits=()) if length in without else whole
+
+    monkeypatch.setattr(TapedCode, "_made", lowered)
+    assert found(adds, length=40, known=fresh()).tier is Tier.PLAN
+    known = fresh()
+    only_at([40], monkeypatch)
+    assert found(adds, length=30, known=known).tier is Tier.PLAN  # the result is that of its own length
+    assert found(adds, length=40, known=known).tier is Tier.FORWARD
+    monkeypatch.setattr(tiers, "difference", lambda *given: validation.UNCHECKED)
+    given = found(adds, length=40, known=fresh())
+    assert given.tier is Tier.FORWARD and "cannot be checked" in given.reason
 
 
 def test_explain_names_the_line_and_both_numbers(monkeypatch):

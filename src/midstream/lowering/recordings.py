@@ -25,6 +25,7 @@ T = TypeVar("T")
 Place = tuple[int, int]  # a request, and which of its programs
 _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
 _SHORT = 5  # tokens of the short prompt in a recording for all lengths
+_LONGER = 5  # tokens more of the second prompt in a check: another parity, and rows of each special kind
 _FEW = 4  # the least steps of a recording
 _MOST_RECORDED = 16  # sets of recordings of one code
 _MOST_LOWERED = 512  # kinds of requests, by length and steps, whose plans are remembered
@@ -81,8 +82,10 @@ class Recorded:
         return length if self._lengths is None else self._lengths[0]
 
     def to_check(self, length: int) -> list[int]:
-        """Lengths of prompts at which to check what a program does, a short one first."""
-        return [length] if self._lengths is None else [self._lengths[0], self._lengths[0] + 2]
+        """The length of the prompt in each check of what a program does for prompts of a length. Later checks have other special rows."""
+        if self._lengths is None:
+            return [length] if length == 1 else [length, length]
+        return [self._lengths[0], self._lengths[0] + _LONGER]
 
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
         return place, self.length(length)

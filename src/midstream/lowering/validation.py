@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -43,12 +44,11 @@ from midstream.runtime.request import Tier
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import Body
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
-from midstream.trace.envoy import Envoy, ModelEnvoy
+from midstream.trace.envoy import AbsentModel
 from midstream.trace.graph import StepGraph, repeats
 from midstream.trace.interleaver import BehindStep
-from midstream.trace.parallel import Peers, Stage
+from midstream.trace.parallel import AbsentStage, Peers
 from midstream.trace.rows import Event, FlatRows
-from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Visit
 from midstream.tree import as_bits, follow, map_objects, map_tensors, replaced
 
@@ -96,6 +96,9 @@ class Difference:
     text: str
 
 
+UNCHECKED = Difference(0, "for a prompt of another length it runs in the forward, so that its tape cannot be checked")
+
+
 class _Unknown(BaseException):
     """The code uses a part of the model that exists only in an engine. Not an Exception, so that the code does not catch it."""
 
@@ -103,17 +106,18 @@ class _Unknown(BaseException):
 def difference(
     programs: Programs, model: Model, lowered: Callable[[int], Tape], lengths: Sequence[int], steps: int
 ) -> Difference | None:
-    """The first difference between a request's code and its tape; None if there is none.
+    """The first difference between a request's code and its tape; None if there is none, `UNCHECKED` if
+    a prompt of one of the lengths has no tape.
 
     Args:
         lowered: the tape for a prompt of a length.
-        lengths: of the prompts to check.
+        lengths: of the prompts to check, one for each check.
         steps: the most steps of the request.
     """
     for number, length in enumerate(lengths):
         tape = lowered(length)
         if tape.tier is Tier.FORWARD:
-            continue
+            return UNCHECKED
         count = min(steps, max(FEW_STEPS, *(_varied(each.steps) for each in tape.recordings)))
         is_large = _constant_bytes(tape) > _MOST_CONSTANTS
         if is_large and number:
@@ -122,7 +126,7 @@ def difference(
         if width * length * model.dtype.itemsize > _MOST_BYTES:
             return Difference(0, f"the values of {length} tokens are too many for a check of what it does")
         try:
-            check = _Check(model, tape, length, is_special=number > 0)
+            check = _Check(model, tape, length, _SPECIAL_ROWS[1 if is_large or number else 0])
             found = check.run(programs, min(count, 2) if is_large else count) or check.ending()
         except Exception as error:  # what cannot be checked is not used
             found = Difference(0, f"the check of the tape fails: {type(error).__name__}: {error}")
@@ -168,12 +172,12 @@ class _Check:
     """One run of a request's code, beside its tape.
 
     Args:
-        is_special: whether some rows have huge, tiny and zero numbers.
+        special: the prompt's special rows.
     """
 
-    def __init__(self, model: Model, tape: Tape, length: int, is_special: bool) -> None:
+    def __init__(self, model: Model, tape: Tape, length: int, special: _SpecialRows) -> None:
         self._model, self._tape, self._length = model, tape, length
-        self._numbers = _Numbers(model, is_special)
+        self._numbers = _Numbers(model, special)
         self._forward = _Forward(model)
         self._edits = _Edits(tape, model, length)
         self._bodies: list[Body] = []
@@ -182,8 +186,9 @@ class _Check:
 
     def run(self, programs: Programs, steps: int) -> Difference | None:
         """Run a request of so many steps. Returns the first difference between what the code and the tape do in it."""
-        envoy = _Model(self._model, self._forward)
-        own = programs(partial(_resolved, envoy))
+        unembed = partial(_unembedded, self._model.vocab_size)
+        envoy = self._model.absent(self._forward, unembed, _unknown)
+        own = programs(envoy.resolve)
         # Engines run bodies in inference mode.
         with _quietly(), torch.inference_mode():
             try:
@@ -311,7 +316,7 @@ class _Check:
             return 0
 
 
-def _run(program: TraceProgram, envoy: _Model, device: torch.device) -> Any:
+def _run(program: TraceProgram, envoy: AbsentModel, device: torch.device) -> Any:
     with contextlib.nullcontext() if device.type == "cpu" else _Devices(device):
         return program.run(envoy, {})
 
@@ -329,17 +334,6 @@ def _text_of(failure: Failure | None) -> Any:
 
 
 # The model, on numbers.
-
-
-class _Modules(Stage):
-    """All modules of the model, as one stage."""
-
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self.modules = modules
-        self._children = {}
-        for path in filter(None, modules):
-            parent, _, name = path.rpartition(".")
-            self._children.setdefault(parent, []).append(name)
 
 
 class _Applied(Peers):
@@ -372,7 +366,9 @@ class _Forward(BehindStep):
     """
 
     def __init__(self, model: Model) -> None:
-        super().__init__(nn.Module(), model.arch.order, _Modules(model.modules), _Applied(model.modules), model.aliases)
+        super().__init__(
+            nn.Module(), model.arch.order, AbsentStage(model.modules), _Applied(model.modules), model.aliases
+        )
         self.points = dict(sorted(model.at.items(), key=lambda item: model.arch.order[item[0][0], item[0][1]]))  # type: ignore[index]
         self.captured = self.points
         self.visited: set[tuple[Key, int]] = set()
@@ -388,44 +384,54 @@ class _Forward(BehindStep):
         raise _Unknown(f"it skips {point_name(key)}")
 
 
-class _Model(ModelEnvoy):
-    def __init__(self, model: Model, forward: _Forward) -> None:
-        absent: Any = None
-        super().__init__(absent, model.arch, forward, partial(_unembedded, model.vocab_size), model.tokenizer)
-        self._config = model.text_config
-
-    @property
-    def attention_probabilities(self) -> NoReturn:
-        raise _Unknown("it reads attention_probabilities, which need the settings of the model's attention")
-
-    @property
-    def _text_config(self) -> Any:
-        return self._config
+def _unknown(reason: str) -> NoReturn:
+    raise _Unknown(reason)
 
 
-def _resolved(envoy: _Model, reference: tuple[Any, ...]) -> Any:
-    kind, *rest = reference
-    if kind == "model":
-        return envoy
-    return BodyTracer() if kind == "tracer" else Envoy(None, rest[0], envoy._forward)
+@dataclass(frozen=True)
+class _SpecialRows:
+    """Rows of a prompt with extreme numbers: every second one. The rows between them are plain, and so is a prompt of one token.
+
+    Attributes:
+        first: the first special row, 0 or 1.
+        changes: of these rows, in turn.
+    """
+
+    first: int
+    changes: Sequence[str]
+
+    def put(self, value_TW: torch.Tensor) -> None:
+        if len(value_TW) == 1:
+            return
+        tiny, huge = (1e-4, 1e3) if value_TW.dtype == torch.float16 else (1e-30, 1e4)
+        for row, change in zip(value_TW[self.first :: 2], cycle(self.changes), strict=False):
+            if change == "zeros":
+                row[::2] = 0.0
+                row[1::4] = -0.0
+            elif change == "outliers":
+                row[::7] *= huge
+            else:
+                row *= tiny if change == "tiny" else huge
+
+
+# Of the first check and the later ones. Saved sums over rows are compared by the largest of them, so one check has no huge rows.
+_SPECIAL_ROWS = _SpecialRows(1, ("tiny", "zeros")), _SpecialRows(0, ("huge", "tiny", "zeros", "outliers"))
 
 
 class _Numbers:
     """The values at the points of the forward: parts of one pool of random numbers, which differ for each point and step."""
 
-    def __init__(self, model: Model, is_special: bool) -> None:
-        self._model, self._is_special = model, is_special
+    def __init__(self, model: Model, special: _SpecialRows) -> None:
+        self._model, self._special = model, special
 
     def tree(self, key: Key, points: Mapping[Binding, Point], step: int, tokens: int) -> Any:
         """What the module takes or returns at `key`."""
         arch = self._model.arch
-        values = {
-            point: self._value(f"{key} {point} {step}", tokens, arch.widths[point], step) for point in points.values()
-        }
+        values = {point: self._value(f"{key} {point} {step}", tokens, arch.widths[point]) for point in points.values()}
         tree = tree_of(arch, values)
         for binding, point in points.items():
             if binding.residual is not None:
-                second = self._value(f"{key} {point} {step} residual", tokens, arch.widths[point], step)
+                second = self._value(f"{key} {point} {step} residual", tokens, arch.widths[point])
                 tree = replaced(tree, binding.residual, second)
         return tree
 
@@ -436,20 +442,9 @@ class _Numbers:
             return self._part(f"logits {step}", vocab)[None]
         return torch.tensor([zlib.crc32(b"%d" % step) % vocab])
 
-    def _value(self, name: str, tokens: int, width: int, step: int) -> torch.Tensor:
+    def _value(self, name: str, tokens: int, width: int) -> torch.Tensor:
         value_TW = self._part(name, tokens * width).view(tokens, width)
-        if self._is_special and tokens > 1:
-            tiny, huge = (1e-4, 1e3) if self._model.dtype == torch.float16 else (1e-30, 1e4)
-            for row, change in zip(
-                value_TW[1:-1], (huge, tiny, "zeros", "outliers"), strict=False
-            ):  # first and last are plain
-                if change == "zeros":
-                    row[::2] = 0.0
-                    row[1::4] = -0.0
-                elif change == "outliers":
-                    row[::7] *= huge
-                else:
-                    row *= change
+        self._special.put(value_TW)
         return value_TW
 
     def _part(self, name: str, count: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import difflib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -633,3 +633,40 @@ class ModelEnvoy(Envoy, Sizes):
 
     def __repr__(self) -> str:
         return f"<model: {type(self._module).__name__}, {self.num_layers} layers>"
+
+
+class AbsentModel(ModelEnvoy):
+    """A model whose modules are in another process: here are only the facts about it.
+
+    Args:
+        text_config: returns the model's transformers configuration.
+        refuse: raises for the reason that it gets. It is called where the code needs the modules.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        forward: Forward,
+        unembed: Callable[[torch.Tensor], torch.Tensor],
+        tokenizer: Callable[[], Any],
+        text_config: Callable[[], Any],
+        refuse: Callable[[str], NoReturn],
+    ) -> None:
+        absent: Any = None
+        super().__init__(absent, arch, forward, unembed, tokenizer)
+        self._config, self._refuse = text_config, refuse
+
+    @property
+    def attention_probabilities(self) -> NoReturn:
+        self._refuse("it reads attention_probabilities, which need the settings of the model's attention")
+
+    @property
+    def _text_config(self) -> Any:
+        return self._config()
+
+    def resolve(self, reference: tuple[Any, ...]) -> Any:
+        """The object for a reference in a shipped trace."""
+        kind, *rest = reference
+        if kind == "model":
+            return self
+        return BodyTracer() if kind == "tracer" else Envoy(None, rest[0], self._forward)

@@ -150,6 +150,21 @@ class Stage:
         raise NotImplementedError
 
 
+class AbsentStage(Stage):
+    """All modules of a model that is in another process, as one stage.
+
+    Args:
+        modules: path -> class name.
+    """
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.modules = modules
+        self._children = {}
+        for path in filter(None, modules):
+            parent, _, name = path.rpartition(".")
+            self._children.setdefault(parent, []).append(name)
+
+
 @dataclass(frozen=True)
 class Absent:
     """Stands for another stage's value in a saved container. It stays there only if no stage brought the value back."""

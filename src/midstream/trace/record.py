@@ -36,10 +36,10 @@ from midstream.hooks import CURRENT
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import Body, StopTrace, current_body, never_reached, step_is_over
 from midstream.trace.code import BlockProgram, FunctionProgram, Outcome, TraceProgram, outcome
-from midstream.trace.envoy import Envoy, ModelEnvoy
+from midstream.trace.envoy import AbsentModel, Envoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write, repeats
-from midstream.trace.parallel import Peers, Stage
+from midstream.trace.parallel import AbsentStage, Peers
 from midstream.trace.saves import variables_of
 from midstream.trace.shipping import CodePickler
 from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
@@ -96,16 +96,19 @@ class Model:
         return {(path, kind): point for (path, kind), point in self.arch.values.items()}
 
     @cached_property
-    def envoy(self) -> ModelEnvoy:
+    def envoy(self) -> AbsentModel:
         """The model as recorded code sees it."""
-        return _RecordedModel(self)
+        return self.absent(_RecordedForward(self), _unembed, _end)
+
+    def absent(
+        self, forward: Any, unembed: Callable[[torch.Tensor], Any], refuse: Callable[[str], NoReturn]
+    ) -> AbsentModel:
+        """The model for bodies that `forward` runs. The other arguments are those of `AbsentModel`."""
+        return AbsentModel(self.arch, forward, unembed, self.tokenizer, self.text_config, refuse)
 
     def resolve(self, reference: tuple[Any, ...]) -> Any:
         """The object for a reference in a shipped trace."""
-        kind, *rest = reference
-        if kind == "model":
-            return self.envoy
-        return BodyTracer() if kind == "tracer" else Envoy(None, rest[0], self.envoy._forward)
+        return self.envoy.resolve(reference)
 
 
 @dataclass
@@ -675,17 +678,6 @@ class _RecordedVisit:
 # The model.
 
 
-class _WholeModel(Stage):
-    """All modules of the model, as one stage."""
-
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self.modules = modules
-        self._children = {}
-        for path in filter(None, modules):
-            parent, _, name = path.rpartition(".")
-            self._children.setdefault(parent, []).append(name)
-
-
 class _Applied(Peers):
     """Applies the model's modules to values of the trace. Only the output's shape is known, and only for norms."""
 
@@ -716,7 +708,7 @@ class _RecordedForward:
     stepping = True
 
     def __init__(self, model: Model) -> None:
-        self.stage, self.peers, self.aliases = _WholeModel(model.modules), _Applied(), model.aliases
+        self.stage, self.peers, self.aliases = AbsentStage(model.modules), _Applied(), model.aliases
         self.modules: dict[str, Any] = {}
 
     def apart(self, body: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -730,22 +722,6 @@ class _RecordedForward:
 
     def __getattr__(self, name: str) -> NoReturn:
         _end("it does more with a module than to read and write its values")
-
-
-class _RecordedModel(ModelEnvoy):
-    def __init__(self, model: Model) -> None:
-        forward: Any = _RecordedForward(model)
-        absent: Any = None
-        super().__init__(absent, model.arch, forward, _unembed, model.tokenizer)
-        self._config = model.text_config
-
-    @property
-    def attention_probabilities(self) -> NoReturn:
-        _end("it reads attention_probabilities, which need the settings of the model's attention")
-
-    @property
-    def _text_config(self) -> Any:
-        return self._config()
 
 
 # The outside world.
