@@ -53,7 +53,6 @@ from midstream.plan.steps import Constant
 from midstream.sites import Binding, Point
 from midstream.trace.code import FunctionProgram
 from midstream.trace.record import Model, before_act
-from midstream.trace.saves import is_installed
 from midstream.trace.shipping import ShippedCode, ship, unship
 
 _LARGE = 1 << 16  # bytes that are sent beside a pickle
@@ -294,7 +293,7 @@ class _Taper:
                             return
                         memory = memory[count:]
                 case NewModules(names, path):
-                    _set_path(path)
+                    sys.path[:] = path
                     for name in names:
                         with contextlib.suppress(Exception):
                             importlib.import_module(name)
@@ -370,7 +369,7 @@ class _Fork:
     def _answer(self, message: Any) -> Any:
         match message:
             case ForCode(code, places, standing, number, path):
-                _set_path(path)
+                sys.path[:] = path
                 self._know(code)
                 before = set(sys.modules)
                 self._code = TapedCode(places, standing, code, self._models[number], self._known)
@@ -389,7 +388,7 @@ class _Fork:
                     raise TraceError(f"The trace's values cannot be put together: {one.reason}.")
                 return one.template(steps)
             case ForFunction(code, points, sizes, dtype, path):
-                _set_path(path)
+                sys.path[:] = path
                 self._know(code)
                 try:
                     ((program,),) = unship(code.programs, _no_model, None, self._known)
@@ -403,12 +402,6 @@ class _Fork:
 
     def _know(self, code: ShippedCode) -> None:
         self._known = {digest: self._weights[digest] for digest in code.weights}
-
-
-def _set_path(path: Sequence[str]) -> None:
-    """Search modules where the caller does. Looks at the folders now, since a recording may not."""
-    sys.path[:] = path
-    is_installed("")
 
 
 @functools.cache

@@ -461,7 +461,8 @@ def lowered_requests(
             model.recorded[key] = found
             dropped = [model.recorded.popitem(last=False)[1] for _ in range(len(model.recorded) - _KEPT_CODES)]
     for each in dropped:
-        each.forget()
+        if isinstance(each, _Code):
+            each.forget()
     return found.lowered(taper.ForRequests(tuple(lengths), tuple(steps)))
 
 

@@ -40,7 +40,7 @@ from midstream.trace.envoy import AbsentModel, Envoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write, repeats
 from midstream.trace.parallel import AbsentStage, Peers
-from midstream.trace.saves import variables_of
+from midstream.trace.saves import is_installed, variables_of
 from midstream.trace.shipping import CodePickler
 from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
 from midstream.trace.tracer import BodyTracer, Cache
@@ -270,6 +270,7 @@ def _is_tensor(value: Any) -> bool:
 def _seeing(notes: Notes, printed: _PrintedOutput) -> Iterator[None]:
     """Record what the code in the block does. Before it acts on the outside world, the recording ends."""
     _watch_events()
+    is_installed("")  # looks at the folders of modules, which the recording may not
     token = _WATCHED.set(notes)
     try:
         with (
