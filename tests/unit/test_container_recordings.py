@@ -82,3 +82,18 @@ def axis_put_back_and_the_last(model):
 def test_a_row_whose_axis_has_been_put_back_is_written(body):
     """Seen failing with TypeError: 'int' object is not subscriptable."""
     assert checked(body).tier is not Tier.FORWARD
+
+
+PLACE = 2
+
+
+def test_equal_blocks_of_several_requests_are_one_plan():
+    """Seen failing where the copies of their variables were compared by which equal texts in them are one object."""
+    model: Any = Named()
+    programs: list[BlockProgram] = []
+    for _ in range(5):
+        with Kept(programs):
+            model.layers_output[PLACE][:] += 0.5
+    each = [[program] for program in programs]
+    lowering = lower_trace(each, ship(each), MODEL, [LENGTH] * 5, [3] * 5)
+    assert lowering.tier is Tier.PLAN, [one.reason for one in lowering.each]

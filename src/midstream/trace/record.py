@@ -289,6 +289,8 @@ class _Fingerprint(CodePickler):
     """Pickles code whose model is the one of `Model.resolve`."""
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is str:  # whether two equal texts are one object depends on what else the process has
+            return obj.encode(errors="surrogatepass")
         if isinstance(obj, (Envoy, BodyTracer)):
             return type(obj).__name__, getattr(obj, "_path", "")
         return super().persistent_id(obj)
