@@ -53,7 +53,7 @@ from midstream.plan.steps import Constant
 from midstream.sites import Binding, Point
 from midstream.trace.code import FunctionProgram
 from midstream.trace.record import Model, before_act
-from midstream.trace.shipping import ShippedCode, ship, unship
+from midstream.trace.shipping import ShippedCode, keep_copies_apart, ship, unship
 
 _LARGE = 1 << 16  # bytes that are sent beside a pickle
 _HEAD = struct.Struct("<QI")  # bytes of the pickle, and how many large ones follow it
@@ -350,6 +350,7 @@ class _Fork:
         _connection = self._connection
         # Copies the memory that recording writes to, unless a code waits already.
         warm_up(lambda: not select.select([self._connection], [], [], 0)[0])
+        keep_copies_apart()
         torch.set_num_threads(_THREADS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The code must not write files. Most attempts end the recording (`trace.record`) before this makes them fail.

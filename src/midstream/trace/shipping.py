@@ -130,11 +130,20 @@ def _make_singledispatch(default: Any, registry: list[tuple[type, Any]]) -> Any:
     return made
 
 
+_each_copy_apart = False  # whether each copy of code gets classes of its own, although they are those of another copy
+
+
+def keep_copies_apart() -> None:
+    """Have later copies of code in this process share no classes, so that none sees what another one has changed."""
+    global _each_copy_apart
+    _each_copy_apart = True
+
+
 def _make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
     """A class that came by value. In the process that sent it, a copy, since cloudpickle would put copied methods into the class itself."""
     original = _SENT.get(args[-2])
     if original is None:
-        return maker(*args)
+        return maker(*args[:-2], None, args[-1]) if _each_copy_apart else maker(*args)
     if issubclass(original, enum.Enum):  # members are compared by identity
         return original
     made = maker(*args[:-2], None, args[-1])
