@@ -46,7 +46,7 @@ from midstream.arch import Architecture
 from midstream.errors import MidstreamError, TraceError
 from midstream.lowering.recordings import Place
 from midstream.lowering.rowwise import NotRowwise, program_of
-from midstream.lowering.tiers import TapedCode, lowered_requests
+from midstream.lowering.tiers import TapedCode
 from midstream.plan.checking import Checked, remember
 from midstream.plan.program import Program
 from midstream.plan.steps import Constant
@@ -466,7 +466,7 @@ def warm_up(goes_on: Callable[[], bool] = lambda: True) -> None:
     bodies: list[Any] = [_first, _second]
     for body in filter(lambda _: goes_on(), bodies):
         programs: Any = [[FunctionProgram(body)]]
-        lowered_requests(programs, ship(programs), model, [7], [3])
+        TapedCode.of(programs, ship(programs), model).lowered([7], [3])
 
 
 def _first(model: Any) -> Any:

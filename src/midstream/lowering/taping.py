@@ -452,7 +452,13 @@ def lowered_requests(
     lengths: Sequence[int],
     steps: Sequence[int],
 ) -> list[Lowered]:
-    """As `tiers.lowered_requests`. Code that was recorded with equal variables is not recorded again."""
+    """The findings about the code of each request. Code that was recorded with equal variables is not recorded again.
+
+    Args:
+        programs: of each request, which `code` has in the form to send.
+        lengths: of the requests' prompts, in tokens.
+        steps: the most steps of each request.
+    """
     key = code.programs, tuple(code.weights), tuple(code.bodies)
     with _lock:
         dropped: list[Any] = []
@@ -473,7 +479,7 @@ def lower_trace(
     lengths: Sequence[int],
     steps: Sequence[int],
 ) -> Lowering:
-    """How the requests of a call run. Arguments as of `tiers.lowered_requests`."""
+    """How the requests of a call run. Arguments as of `lowered_requests`."""
     return Lowering.of_call(lowered_requests(programs, code, model, lengths, steps))
 
 

@@ -42,7 +42,7 @@ _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
 _WHOLE = (("all_prompt",), ("all",))
 
 
-# The arguments of `lowered_requests` -> its result.
+# The arguments of `taping.lowered_requests` -> its result.
 Finding = Callable[..., "list[Lowered]"]
 
 
@@ -220,25 +220,9 @@ def explained(
 # Recording.
 
 
-def lowered_requests(
-    programs: Sequence[Sequence[TraceProgram]],
-    code: ShippedCode,
-    model: Model,
-    lengths: Sequence[int],
-    steps: Sequence[int],
-) -> list[Lowered]:
-    """The findings about the code of each request. It runs in this process: see `lowering.taping` for another one.
-
-    Args:
-        programs: of each request, which `code` has in the form to send.
-        lengths: of the requests' prompts, in tokens.
-        steps: the most steps of each request.
-    """
-    return TapedCode.of(programs, code, model).lowered(lengths, steps)
-
-
 class TapedCode:
-    """The recordings of a call's code, and the findings about requests with it.
+    """The recordings of a call's code, and the findings about requests with it. The code runs in this process: see `lowering.taping` for
+    another one.
 
     Args:
         places: for each request's programs, the place of the first equal one.
