@@ -232,7 +232,7 @@ def test_run_leaves_the_callers_variables_alone(hf, plain):
     assert total == 0 and not local["h"].any() and "more" not in local and Found.note is note
     assert counted.cache_info().currsize == 0
     assert len(told) == 1 and (told[0].filename, told[0].lineno) == (__file__, fn.__code__.co_firstlineno)
-    assert "fn put values into ARRAY, ROWS, VECTOR, local and did not return them" in str(told[0].message)
+    assert "fn put values into ARRAY, Found, ROWS, VECTOR, local and did not return them" in str(told[0].message)
 
 
 @pytest.mark.parametrize("of", ["object", "method", "partial", "default"])

@@ -508,6 +508,7 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         edits=False,
         step_is_planned=False,
         acting=frozenset(),
+        has_strangers=False,
         repeat=lambda step: not worker.plans.is_idle,
         end_step=lambda: None,
         take_scores=lambda: None,

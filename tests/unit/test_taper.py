@@ -69,9 +69,9 @@ def forks():
 
 def run_script(text, **options):
     text = "from recorded import FIND, V, found, said\nfrom midstream.lowering import taping\n" + textwrap.dedent(text)
-    return subprocess.Popen(
-        [sys.executable, "-c", "import sys, os\n" + text], stdout=subprocess.PIPE, text=True, **options
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", "import sys, os\n" + text]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, **options)
 
 
 STARTED = """

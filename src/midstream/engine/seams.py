@@ -335,8 +335,8 @@ _WORKER = (
          "The context of the step that is running.", signature="() -> ForwardContext"),
     *(
         Seam(worker, SUBCLASSES, "midstream.engine.worker.Worker", f"Runs plans and traces around the steps of the {kind} worker.",
-             members="load_model(**rest); execute_model(scheduler_output); sample_tokens(grammar_output); execute_dummy_batch(); "
-                     "compile_or_warm_up_model(); shutdown(); model_runner; vllm_config; device; rank")
+             members="init_device(); load_model(**rest); execute_model(scheduler_output); sample_tokens(grammar_output); "
+                     "execute_dummy_batch(); compile_or_warm_up_model(); shutdown(); model_runner; vllm_config; device; rank")
         for worker, kind in (("vllm.v1.worker.gpu_worker.Worker", "GPU"), ("vllm.v1.worker.cpu_worker.CPUWorker", "CPU"))
     ),
     Seam("vllm.v1.outputs.AsyncModelRunnerOutput", SUBCLASSES, "midstream.engine.worker._ReportingOutput",

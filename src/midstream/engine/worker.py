@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property, partial
@@ -151,7 +152,7 @@ class Worker(PlatformWorker):
     _scores: Callable[[], StepResults] | None = None  # of the current step, if a request in it has probes
 
     def init_device(self) -> None:
-        if current_platform.is_cpu():
+        if current_platform.is_cpu() and multiprocessing.parent_process() is not None:  # a process of the engine's own
             # Below 1e-38 numbers become zero. Else a plan that makes a value so small slows each product with the model's weights by two
             # hundred times, also for others in the step. Threads inherit this, so it comes before vLLM makes them.
             torch.set_flush_denormal(True)
