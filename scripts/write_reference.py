@@ -50,7 +50,7 @@ SECTIONS = {
         ),
         ("midstream.sweeps.results:BestCell", "best", ""),
         ("midstream.sweeps.edges:EdgeScores", "edges", "scores best to_dataframe plot"),
-        ("midstream.sweeps.running:SweepStream", "stream", "close"),
+        ("midstream.sweeps.sweep_run:SweepStream", "stream", "close"),
         ("midstream.sweeps.events:Cell", "cell", ""),
     ],
     "Around a trace": [("midstream.client.tracing:Tracer", "tracer", "invoke barrier")],

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         Steer,
         When,
     )
-    from midstream.remote.model import Remote
+    from midstream.remote.remote_model import Remote
     from midstream.sae import SAE
     from midstream.sweeps.results import SweepResult
     from midstream.trace.body import save
     from midstream.trace.tracer import backward
-    from midstream.transformers.model import LanguageModel
-    from midstream.vllm.model import VLLM
+    from midstream.transformers.language_model import LanguageModel
+    from midstream.vllm.vllm_model import VLLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,12 +66,12 @@ _MODULES = {
     "engine.launch": "engine_arguments",
     "plan.selections": "GeneratedTokens Subsample",
     "plan.values": "Apply Capture Clamp Consumer Knockout Patch Plan Probe RecordedRun Span Steer When",
-    "remote.model": "Remote",
+    "remote.remote_model": "Remote",
     "sae": "SAE",
     "sweeps.results": "SweepResult",
     "trace.tracer": "backward save",
-    "transformers.model": "LanguageModel",
-    "vllm.model": "VLLM",
+    "transformers.language_model": "LanguageModel",
+    "vllm.vllm_model": "VLLM",
 }
 _HOMES = {name: f"midstream.{module}" for module, names in _MODULES.items() for name in names.split()}
 

@@ -38,7 +38,7 @@ import ray.data
 from midstream.capture.directory import remove_orphans
 from midstream.capture.listing import Listing
 from midstream.client.collecting import Collection
-from midstream.client.model import TraceModel
+from midstream.client.trace_model import TraceModel
 from midstream.commands.collect import start_model
 from midstream.errors import CaptureError, EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan

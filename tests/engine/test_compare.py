@@ -18,7 +18,7 @@ import tiny_models
 import torch
 
 from midstream.commands import compare
-from midstream.commands.compare import Comparison, Difference, Side
+from midstream.commands.compare import Comparison, RelativeDifference, Side
 from midstream.errors import InterventionErrorGroup, TraceError, UnknownSiteError
 
 REQUIRED = "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 opt gpt_neox falcon olmo2 mixtral qwen3_moe".split()
@@ -111,7 +111,7 @@ def test_the_required_architectures_are_there() -> None:
 @each
 def test_accessors_and_edits_agree(ran: dict[str, Any], name: str) -> None:
     """A10, B1, B5, B7: every accessor and every edit within 1e-4 of transformers, and every edit changes something."""
-    found: dict[str, Difference] = dict(ran["differences"])
+    found: dict[str, RelativeDifference] = dict(ran["differences"])
     note = "vLLM only" if name in WITHOUT_QKV else ""
     assert {found[site].note for site in QKV} == {note}
     assert found["attention_probabilities"].note == WITHOUT_PROBABILITIES.get(name, note)

@@ -24,7 +24,7 @@ EIFFEL = "The Eiffel Tower is in the city of"
 def closed_to_traces() -> Iterator[VLLM]:
     """An engine that was started without traces allowed, as a server is by default."""
     from midstream.settings import Settings
-    from midstream.vllm import model as vllm
+    from midstream.vllm import vllm_model as vllm
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "Settings", lambda **given: Settings(**{**given, "allow_traces": False}))

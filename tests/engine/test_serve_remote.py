@@ -46,7 +46,7 @@ from midstream.errors import (
     RemoteError,
     UnsendableError,
 )
-from midstream.remote import model as remote
+from midstream.remote import remote_model as remote
 from midstream.runtime.request import Tier
 
 pytestmark = pytest.mark.engine

@@ -18,7 +18,7 @@ from servers import memory
 
 from midstream.errors import ParameterError
 from midstream.requests.invokes import Invoke
-from midstream.sweeps import running as sweeping
+from midstream.sweeps import sweep_run as sweeping
 
 if TYPE_CHECKING:
     from midstream import VLLM
@@ -40,7 +40,7 @@ def test_cells_whose_source_has_gone_are_void_and_never_the_baseline(
 ) -> None:
     """Seen failing where errors of the cells' requests are not looked at."""
     for limit in ("ENGINE_GROUP", "ENGINE_GROUPS"):  # few cells have begun when the source goes
-        monkeypatch.setattr(f"midstream.sweeps.running.{limit}", 4)
+        monkeypatch.setattr(f"midstream.sweeps.sweep_run.{limit}", 4)
     stream = engine.sweep(*PAIR, stream=True)
     running = iter(stream)
     cells = [next(running) for _ in range(3)]
@@ -94,9 +94,9 @@ def test_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Path)
         import torch
 
         from midstream import LanguageModel, demo_model
-        from midstream.sweeps import running
+        from midstream.sweeps import sweep_run
 
-        running.PROCESS_GROUP = 4
+        sweep_run.PROCESS_GROUP = 4
         model = LanguageModel(demo_model(), dtype=torch.float32)
         run, count = model._run, 0
 

@@ -110,7 +110,7 @@ def test_compare_takes_the_model_as_a_user_loads_it(monkeypatch: pytest.MonkeyPa
         loaded.append(arguments)
         raise InterruptedError
 
-    monkeypatch.setattr("midstream.transformers.model.LanguageModel", load)
+    monkeypatch.setattr("midstream.transformers.language_model.LanguageModel", load)
     with pytest.raises(InterruptedError):
         compare(gemma)
     assert [sorted(each) for each in loaded] == [["device", "dtype", "rename"]]

@@ -42,7 +42,7 @@ from midstream.capture.sinks import Sinks
 from midstream.client import collecting
 from midstream.client.collecting import Estimate
 from midstream.errors import CaptureError, NotCapturedError, ParameterError, PlanError, PromptError
-from midstream.transformers import model as language_model
+from midstream.transformers import language_model as language_model
 from midstream.transformers.batch import RunningPlan
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, after_rows, everything, ge
 from midstream import Capture, Clamp, LanguageModel, Patch, Plan, Steer
 from midstream.errors import NotFiniteError
 from midstream.requests.invokes import Invoke
-from midstream.transformers import model as language_model
+from midstream.transformers import language_model as language_model
 
 SPAIN, POLAND = "The capital of Spain is", "The capital of Poland is"  # 5 tokens each, as of FRANCE and ITALY
 

@@ -15,7 +15,7 @@ import torch
 
 from midstream import LanguageModel, Span
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
-from midstream.sweeps.request import align
+from midstream.sweeps.cells import align
 from midstream.sweeps.results import SweepResult
 
 CLEAN, CORRUPT = "The capital of France is", "The capital of Italy is"

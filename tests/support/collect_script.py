@@ -85,7 +85,7 @@ def on_transformers(rows: Path, log: Any) -> None:
     import torch
 
     from midstream import LanguageModel, demo_model
-    from midstream.transformers import model as language_model
+    from midstream.transformers import language_model as language_model
     from midstream.transformers.batch import PaddedBatch
 
     language_model.BATCH_TOKENS = 64  # a few prompts

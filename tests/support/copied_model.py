@@ -10,7 +10,7 @@ from midstream.requests.invokes import Invoke, InvokeResult
 from midstream.trace.shipping import ship, unship
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.weights import on_device
-from midstream.transport.wire import pack, unpack
+from midstream.transport.messages import pack, unpack
 
 
 class CopiedModel(midstream.LanguageModel):

@@ -28,14 +28,14 @@ def platform() -> str:
 
 
 def _call_nodes_hosts() -> None:
-    from midstream.transport import wire
+    from midstream.transport import messages
 
     def machine() -> str:
         import ray
 
         return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "the client's"
 
-    wire.machine_name = machine
+    messages.machine_name = machine
 
 
 def __getattr__(name: str) -> Any:

@@ -20,12 +20,12 @@ from midstream.plan.captures import Planes
 from midstream.plan.values import Capture, ModelFacts, Plan
 from midstream.requests.invokes import InvokeResult, PreparedPlan
 from midstream.trace.code import Outcome
+from midstream.transport.messages import ResultHeader
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.transport.wire import ResultHeader
 from midstream.vllm import stream
-from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineRequest
+from midstream.vllm.row_receiver import RowReceiver
 from midstream.vllm.stream import RunningRequest
 
 LAYERS, WIDTH, LENGTH = 4, 3, 5

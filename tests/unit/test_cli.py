@@ -22,7 +22,7 @@ from midstream import Capture, Plan, __version__, cli, demo_model, open_captures
 from midstream.capture.directory import DirectorySink
 from midstream.commands.collect import engine_arguments, read_prompts
 from midstream.errors import ParameterError, PromptError
-from midstream.transformers import model as language_model
+from midstream.transformers import language_model as language_model
 
 PROGRAM = Path(sysconfig.get_path("scripts")) / "midstream"
 

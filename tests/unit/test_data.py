@@ -18,7 +18,7 @@ from limits import examples
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError
 from midstream.transport.data import MessageReader, message_chunks, pack_data
-from midstream.transport.wire import SentTensors
+from midstream.transport.messages import SentTensors
 
 numbers = (
     st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats(allow_nan=False) | st.text(max_size=9)

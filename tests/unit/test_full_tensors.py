@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from midstream.arch.probe import Plant, Probe, record
+from midstream.arch.probe import Plant, ProbeForward, record
 from midstream.errors import DivergedError, NeverReachedError
 from midstream.ranks.tensor import Finder, Segment, ShardLayout, ShardLayouts, Shards, Summands, TensorParallel
 from midstream.sites import Binding
+from midstream.trace.batch_rows import Event, FlatRows
 from midstream.trace.body import Randomness
 from midstream.trace.forward import SourceHooks
-from midstream.trace.rows import Event, FlatRows
 from midstream.trace.visit import Journal, Visit
 from midstream.tree import replaced
 
@@ -174,7 +174,9 @@ def layouts_in(
     outer.forward = lambda x: block(x)  # type: ignore[method-assign]
     finder, modules = Finder(2, exchange), dict(outer.named_modules())
     watch, plants = finder.watch(modules), finder.plants(modules) | dict(plant or {})
-    return finder.find(record(outer, lambda: outer(torch.randn(T, width)), watch=watch, plant=plants, probe=Probe()))
+    return finder.find(
+        record(outer, lambda: outer(torch.randn(T, width)), watch=watch, plant=plants, probe=ProbeForward())
+    )
 
 
 @pytest.fixture(scope="module")

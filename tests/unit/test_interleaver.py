@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from midstream.errors import OutOfOrderError
+from midstream.trace.batch_rows import FlatRows
 from midstream.trace.body import Body, Modes, Randomness
 from midstream.trace.code import FunctionProgram
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import Barrier
 
 

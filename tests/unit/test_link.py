@@ -20,7 +20,7 @@ from limits import least
 
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
 from midstream.ranks.link import Link, ReadyValue, _Used, _Value
-from midstream.transport import wire
+from midstream.transport import messages
 
 WAIT = 30  # seconds; a shared machine may be slow
 Pair = namedtuple("Pair", "hidden residual")
@@ -83,7 +83,7 @@ def exchange_over(pipes, rank):
 
 def _run_rank(rank, size, pipe, function, machines):
     if machines:
-        wire.machine_name = lambda: f"machine {rank}"
+        messages.machine_name = lambda: f"machine {rank}"
     link = Link(rank, exchange_over([pipe] * size, rank), "pipeline", "127.0.0.1")
     try:
         pipe.send(("result", function(link)))
@@ -106,14 +106,14 @@ def processes(function, size=2, machines=False):
     ]
     for process in ranks:
         process.start()
-    before = wire.machine_name
+    before = messages.machine_name
     if machines:
-        wire.machine_name = lambda: "machine 0"
+        messages.machine_name = lambda: "machine 0"
     try:
         pipes = [end[0] for end in ends]
         link = Link(0, exchange_over(pipes, 0), "pipeline", "127.0.0.1")
     finally:
-        wire.machine_name = before
+        messages.machine_name = before
 
     def results():
         assert all(pipe.poll(WAIT) for pipe in pipes[1:])

@@ -22,7 +22,7 @@ from midstream.ranks import merge
 from midstream.ranks.merge import Absent, merged_outcomes
 from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Cache, CacheEntry
-from midstream.transport.wire import ResultHeader
+from midstream.transport.messages import ResultHeader
 from midstream.vllm.stream import merge_stages
 
 

@@ -33,7 +33,7 @@ from midstream.runtime.store import make_run
 from midstream.runtime.tables import DeviceTables, RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import Binding
-from midstream.trace.rows import BatchLayout
+from midstream.trace.batch_rows import BatchLayout
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]
 POINTS = [(site, layer) for site in ("resid_post", "mlp_out") for layer in range(LAYERS)]

@@ -17,7 +17,7 @@ from midstream import Capture
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Rows, routes
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.remote.model import CaptureForwarder, RemoteStream, ServerConnection
+from midstream.remote.remote_model import CaptureForwarder, RemoteStream, ServerConnection
 
 
 class Ports(http.server.BaseHTTPRequestHandler):

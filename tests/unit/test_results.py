@@ -31,11 +31,11 @@ from hypothesis import strategies as st
 from limits import examples, least
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
+from midstream.transport import messages
 from midstream.transport import receiver as receiving
-from midstream.transport import wire
+from midstream.transport.messages import SLOT_BYTES, SLOTS
 from midstream.transport.receiver import Receiver, SlotReader
 from midstream.transport.sender import Sender, SenderSlots
-from midstream.transport.wire import SLOT_BYTES, SLOTS
 
 KEY = ("request", 0)
 WAIT = 60  # seconds; a shared machine may be slow
@@ -724,7 +724,7 @@ def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
     def broken(*_):
         raise OSError("broken")
 
-    monkeypatch.setattr(wire, "send_frame", broken)
+    monkeypatch.setattr(messages, "send_frame", broken)
     size = (1 << 20) + 12_345  # that no other tensor here has
     with sender._queue.changed:
         for _ in range(3):
@@ -881,8 +881,10 @@ def begin_a_frame(kept, part):
     """Write the beginning of a message after everything that is queued, and stop there."""
     drained(kept["sender"])
     sock, body = kept["sender"]._sock, b"0123456789"
-    head = wire.encode(
-        wire.Frame([wire.MessagePart([msgspec.Raw(wire.encode(ResultHeader(KEY)))], [], len(body), 1 << 30)])
+    head = messages.encode(
+        messages.Frame(
+            [messages.MessagePart([msgspec.Raw(messages.encode(ResultHeader(KEY)))], [], len(body), 1 << 30)]
+        )
     )
     frame = struct.pack("<I", len(head)) + head + body
     if part == "descriptor":
@@ -1033,9 +1035,9 @@ def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
     def welcome_and_stop():
         sock, _ = server.accept()
         key = bytes.fromhex(receiver.address["key"])
-        deliver_challenge(wire.Peer(sock), key)
-        wire.Peer(sock).recv_bytes(256)
-        answer_challenge(wire.Peer(sock), key)
+        deliver_challenge(messages.Peer(sock), key)
+        messages.Peer(sock).recv_bytes(256)
+        answer_challenge(messages.Peer(sock), key)
         stuck.append(sock)
 
     thread = threading.Thread(target=welcome_and_stop)
@@ -1055,8 +1057,8 @@ def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
 
 @pytest.fixture
 def small_slots(monkeypatch):
-    monkeypatch.setattr("midstream.transport.wire.SLOT_BYTES", 1000)
-    monkeypatch.setattr("midstream.transport.wire.INLINE_LIMIT", 0)
+    monkeypatch.setattr("midstream.transport.messages.SLOT_BYTES", 1000)
+    monkeypatch.setattr("midstream.transport.messages.INLINE_LIMIT", 0)
     monkeypatch.setattr("midstream.transport.receiver._PIECE_BYTES", 300)
 
 
@@ -1076,7 +1078,7 @@ def through_slots(tensors, offsets, total):
 def test_chunks_add_up_to_the_payload(small_slots):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64, 3 * SLOTS * 1000]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
-    offsets, total = wire.payload_offsets(tensors)
+    offsets, total = messages.payload_offsets(tensors)
     payload, _ = through_slots(tensors, [192 + offset for offset in offsets], 192 + total)
     assert payload[:192].count_nonzero() == 0
     for offset, tensor in zip(offsets, tensors, strict=True):
@@ -1086,7 +1088,7 @@ def test_chunks_add_up_to_the_payload(small_slots):
 def test_every_shape_and_layout_passes_through_slots(small_slots):
     """The large ones pass through slots of the real size above."""
     tensors = [make().detach() for name, make in SHAPES.items() if not name.startswith("large")]
-    offsets, total = wire.payload_offsets(tensors)
+    offsets, total = messages.payload_offsets(tensors)
     payload, _ = through_slots(tensors, offsets, total)
     for offset, tensor in zip(offsets, tensors, strict=True):
         want = bits(tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
@@ -1130,7 +1132,7 @@ def test_a_payload_waits_for_slots_that_the_client_has_not_given_back(small_slot
 def test_offsets_are_aligned_and_tensors_of_a_device_lie_together():
     tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
     tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
-    offsets, total = wire.payload_offsets(tensors)
+    offsets, total = messages.payload_offsets(tensors)
     ends = [offset + t.numel() * t.element_size() for offset, t in zip(offsets, tensors, strict=True)]
     assert all(offset % 64 == 0 for offset in offsets) and max(ends) <= total
     ranges = sorted((offset, end, t.device.type) for offset, end, t in zip(offsets, ends, tensors, strict=True))

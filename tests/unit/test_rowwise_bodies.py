@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from recorded import model
 
-from midstream.lowering.rowwise import NotRowwise, changes, programs_of
+from midstream.lowering.row_programs import NotRowwise, changes, programs_of
 from midstream.plan.running import run
 from midstream.trace.code import FunctionProgram
 from midstream.trace.record import record

@@ -28,7 +28,7 @@ from midstream.errors import EngineClosedError, TraceError
 from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest
 from midstream.runtime.trace_host import TracedGroup, TraceHost
 from midstream.settings import NAME
-from midstream.trace.rows import BatchLayout
+from midstream.trace.batch_rows import BatchLayout
 
 
 class Model:

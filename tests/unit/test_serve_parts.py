@@ -38,15 +38,15 @@ from midstream.plan.captures import Planes
 from midstream.plan.selections import Selection
 from midstream.plan.values import RecordedRun
 from midstream.requests.vectors_and_runs import Runs
-from midstream.serve import captures, command, gate, requests
-from midstream.serve.captures import CaptureStore, StoredTensor
+from midstream.serve import capture_store, command, gate, requests
+from midstream.serve.capture_store import CaptureStore, StoredTensor
 from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
 from midstream.serve.gate import Gate, RequestRefused
 from midstream.serve.plugin import Plugin, RunToRecord
 from midstream.serve.requests import check_quota
 from midstream.serve.sweeps import PathsToPatch, SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
-from midstream.sweeps.running import SweepTurns
+from midstream.sweeps.sweep_run import SweepTurns
 
 MINE, THEIRS = b"m" * 32, b"t" * 32
 WIDTH = 8
@@ -120,7 +120,7 @@ def test_tensors_without_rows_take_room_too() -> None:
         put(store, MINE, 0)
     assert store.gauges == {"captures": 100, "capture_bytes": 100 * room(0)}
     large = CaptureStore(1 << 40, 10.0)
-    with mock.patch.object(captures, "MOST_HELD", 50):
+    with mock.patch.object(capture_store, "MOST_HELD", 50):
         for _ in range(120):
             put(large, MINE, 0)
     assert large.gauges == {"captures": 50, "capture_bytes": 50 * room(0)}

@@ -25,9 +25,9 @@ from midstream.runtime.request import users_id
 from midstream.runtime.sending import LocalSinks
 from midstream.trace.code import Failure, Outcome
 from midstream.trace.tracer import Result
+from midstream.transport.messages import ResultHeader
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.transport.wire import ResultHeader
 from midstream.vllm.stream import _StageSaves, traced_result
 
 KEY = ("trace", 0)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from midstream.serve import studio
-from midstream.sweeps.request import align
+from midstream.sweeps.cells import align
 
 FOLDER = Path(str(files("midstream.serve") / "studio"))
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

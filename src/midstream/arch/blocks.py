@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from midstream.arch.aliases import Aliases, ends_with
-from midstream.arch.probe import Leaf, ModuleCall, Probe, planted_embedding
+from midstream.arch.probe import Leaf, ModuleCall, ProbeForward, planted_embedding
 from midstream.errors import ArchitectureError
 from midstream.sites import Binding
 from midstream.tree import Ref, follow
@@ -110,7 +110,7 @@ def stream_of(call: ModuleCall) -> Leaf:
     return leaf
 
 
-def find_layout(probe: Probe, blocks: list[ModuleCall]) -> StreamLayout:
+def find_layout(probe: ProbeForward, blocks: list[ModuleCall]) -> StreamLayout:
     """The layout that the blocks share, found by comparing the tensors that each block returns with those that the next one takes.
 
     The majority decides, since a model may change one of the two tensors between some of its blocks.
@@ -122,7 +122,7 @@ def find_layout(probe: Probe, blocks: list[ModuleCall]) -> StreamLayout:
     return seen.most_common(1)[0][0] if seen else _alone(probe, blocks[0])
 
 
-def check_rows(probe: Probe, block: ModuleCall) -> None:
+def check_rows(probe: ProbeForward, block: ModuleCall) -> None:
     """Raise ArchitectureError unless the stream has one row for each token. Several streams side by side have more (Gemma 3n)."""
     like = stream_of(block)
     rows = like.tensor.numel() // like.shape[-1]
@@ -135,7 +135,7 @@ def check_rows(probe: Probe, block: ModuleCall) -> None:
         )
 
 
-def _handover(probe: Probe, block: ModuleCall, following: ModuleCall) -> StreamLayout | None:
+def _handover(probe: ProbeForward, block: ModuleCall, following: ModuleCall) -> StreamLayout | None:
     like = stream_of(block)
     check_shapes(block, following)
     alike = [out for out in block.outputs if out.floating and out.shape == like.shape]
@@ -160,7 +160,7 @@ def check_shapes(block: ModuleCall, following: ModuleCall) -> None:
         )
 
 
-def _used_together(probe: Probe, block: ModuleCall, hidden: Leaf, residual: Leaf) -> bool:
+def _used_together(probe: ProbeForward, block: ModuleCall, hidden: Leaf, residual: Leaf) -> bool:
     """Whether the first module in a block that takes the hidden states takes the residual as well.
 
     If no module takes the hidden states, the block itself adds the two.
@@ -171,7 +171,7 @@ def _used_together(probe: Probe, block: ModuleCall, hidden: Leaf, residual: Leaf
     return True
 
 
-def _alone(probe: Probe, block: ModuleCall) -> StreamLayout:
+def _alone(probe: ProbeForward, block: ModuleCall) -> StreamLayout:
     """The layout if no block passes a tensor to the next: there is only one block, or the model changes the stream between blocks."""
     like = stream_of(block)
     leaving = [leaf for leaf in block.outputs if leaf.floating and leaf.shape == like.shape]
@@ -241,7 +241,7 @@ def describe(found: list[Leaf]) -> str:
     return ", ".join(f"{leaf.name or 'tensor'}: {str(leaf.tensor.dtype)[6:]}{list(leaf.shape)}" for leaf in found)
 
 
-def bind_embed(probe: Probe, first: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
+def bind_embed(probe: ProbeForward, first: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
     """The token embedding's output, times the factor that the model applies before the first block."""
     before = [call for call in probe.calls if 0 <= call.ended < first.started and _embeds(call)]
     named = [call for call in before if names.rank(call.path, "embed") is not None]
@@ -260,7 +260,7 @@ def _embeds(call: ModuleCall) -> bool:
     return takes_ids and getattr(weight, "ndim", 0) == 2 and any(leaf.floating for leaf in call.outputs)
 
 
-def _scale(probe: Probe, first: ModuleCall, embed: ModuleCall, out: Leaf, entering: Leaf) -> float:
+def _scale(probe: ProbeForward, first: ModuleCall, embed: ModuleCall, out: Leaf, entering: Leaf) -> float:
     """The factor between the planted embedding and the tensor that reached the first block; 1.0 if they are not proportional.
 
     Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not a
@@ -279,7 +279,7 @@ def _scale(probe: Probe, first: ModuleCall, embed: ModuleCall, out: Leaf, enteri
     return factor if uniform and factor not in (0.0, float("inf")) else 1.0
 
 
-def bind_final_norm(probe: Probe, last: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
+def bind_final_norm(probe: ProbeForward, last: ModuleCall, layout: StreamLayout, names: RoleNames) -> Binding | None:
     """The norm that reads the last block's output. A fused norm returns a pair, whose first element is the value."""
     left = next(leaf for leaf in last.outputs if leaf.ref == layout.leaving)
     after = [call for call in probe.calls if call.started > last.ended]
@@ -292,7 +292,7 @@ def bind_final_norm(probe: Probe, last: ModuleCall, layout: StreamLayout, names:
     return None
 
 
-def returns_norm(probe: Probe, norm: Binding, like: Leaf) -> bool:
+def returns_norm(probe: ProbeForward, norm: Binding, like: Leaf) -> bool:
     """False if the model changes its final norm's value before it returns it, as by a scale. True if it returns no hidden states."""
     root, call = probe.calls[0], next(call for call in probe.calls if call.path == norm.path)
     returned = stream_leaves(root.returned, like) if not root.path else []
@@ -316,7 +316,7 @@ class SubLayer:
 class DecoderBlock:
     """One block's call, its attention and MLP, and the bindings of its sites."""
 
-    def __init__(self, probe: Probe, call: ModuleCall, layout: StreamLayout, names: RoleNames) -> None:
+    def __init__(self, probe: ProbeForward, call: ModuleCall, layout: StreamLayout, names: RoleNames) -> None:
         self.probe, self.call, self.layout, self.names = probe, call, layout, names
         self.like = stream_of(call)
         self.children = probe.within(call, direct=True)

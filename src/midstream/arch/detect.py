@@ -34,7 +34,7 @@ from midstream.arch.blocks import (
     returns_norm,
     stream_of,
 )
-from midstream.arch.probe import Plant, Probe, planted_embedding, record, shapes_of
+from midstream.arch.probe import Plant, ProbeForward, planted_embedding, record, shapes_of
 from midstream.errors import ArchitectureError, UnknownSiteError
 from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Point
 from midstream.tree import Ref
@@ -63,7 +63,7 @@ class ShardFinder:
         """path -> the function that replaces the module's output in the probe."""
         return {}
 
-    def find(self, probe: Probe) -> Shards:
+    def find(self, probe: ProbeForward) -> Shards:
         """The sharded tensors in the recorded forward."""
         return {}
 
@@ -230,7 +230,9 @@ def _with_shards(arch: Architecture, shards: Shards) -> Architecture:
     return replace(arch, widths=widths, bindings=bindings)
 
 
-def _widths_of(probe: Probe, bindings: Mapping[tuple[str, int | None], Binding]) -> dict[tuple[str, int | None], int]:
+def _widths_of(
+    probe: ProbeForward, bindings: Mapping[tuple[str, int | None], Binding]
+) -> dict[tuple[str, int | None], int]:
     calls = {call.path: call for call in reversed(probe.calls)}
     found: dict[tuple[str, int | None], int] = {}
     for point, binding in bindings.items():
@@ -263,9 +265,9 @@ def _probed(
     containers: Mapping[str, dict[int, str]],
     names: RoleNames,
     shards: ShardFinder,
-) -> Probe:
+) -> ProbeForward:
     """Record the forward. If it fails because two streams have different shapes, raise ArchitectureError about these."""
-    modules, probe = dict(root.named_modules()), Probe()
+    modules, probe = dict(root.named_modules()), ProbeForward()
     blocks = [block for found in containers.values() for block in found.values()]
     children = {f"{block}.{name}" for block in blocks for name, _ in modules[block].named_children()}
     watch = {*blocks, *children, *shards.watch(modules)}
@@ -291,7 +293,7 @@ def _probed(
 
 
 def _the_container(
-    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: Probe, names: RoleNames
+    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: ProbeForward, names: RoleNames
 ) -> str:
     """The list of blocks that the forward used. Raises ArchitectureError unless there is exactly one."""
     called = [path for path, blocks in containers.items() if any(probe.first(block) for block in blocks.values())]

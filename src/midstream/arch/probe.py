@@ -68,7 +68,7 @@ class ModuleCall:
 
 
 @dataclass
-class Probe:
+class ProbeForward:
     """One recorded forward pass, with its calls in the order in which they began."""
 
     calls: list[ModuleCall] = field(default_factory=list)
@@ -93,8 +93,8 @@ class Probe:
 
 
 def record(
-    root: nn.Module, run: Callable[[], Any], *, watch: set[str], plant: Mapping[str, Plant], probe: Probe
-) -> Probe:
+    root: nn.Module, run: Callable[[], Any], *, watch: set[str], plant: Mapping[str, Plant], probe: ProbeForward
+) -> ProbeForward:
     """Run `run` once and record every call in the tree of `root`. All hooks are removed afterwards.
 
     Args:
@@ -153,7 +153,7 @@ def planted_embedding(output: torch.Tensor) -> torch.Tensor:
     return (torch.arange(output.shape[-1], device=output.device) % 2 + 1).to(output.dtype).expand_as(output).clone()
 
 
-def shapes_of(probe: Probe, stream: Leaf) -> dict[str, str]:
+def shapes_of(probe: ProbeForward, stream: Leaf) -> dict[str, str]:
     """path -> the shape of the output of the module's first call. T stands for the token axis, B for a batch axis before it.
 
     Engines pass a flat batch: if the ids that enter the model have no batch axis, a leading axis of 1 is shown as 1.

@@ -24,7 +24,7 @@ import torch
 from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Plane, PlaneKey, Planes
 from midstream.plan.fields import nearest
-from midstream.plan.selections import NO_POSITIONS, Heads, Selection
+from midstream.plan.selections import NO_POSITIONS, SelectedHeads, Selection
 from midstream.plan.values import Capture, Consumer
 from midstream.sites import Point, site_of
 from midstream.tree import as_bits
@@ -140,7 +140,7 @@ def routes(
     for capture in captures:
         rows = Selection.of(capture.positions, prompt_length, capture.dtype)
         of_heads = functools.cache(
-            lambda head_dim, head=capture.head, rows=rows: rows._replace(heads=Heads(head, head_dim))
+            lambda head_dim, head=capture.head, rows=rows: rows._replace(heads=SelectedHeads(head, head_dim))
         )
         given: Any = capture.layers
         for to in capture.sinks:

@@ -12,7 +12,7 @@ import torch
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
 from midstream.arch.detect import show_tree
-from midstream.client.model import TraceModel
+from midstream.client.trace_model import TraceModel
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.lowering.taping import explained, lower_trace

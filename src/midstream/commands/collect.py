@@ -23,7 +23,7 @@ import msgspec
 
 import midstream  # loads its names when they are used
 from midstream.client.collecting import ON_BAD
-from midstream.client.model import TraceModel
+from midstream.client.trace_model import TraceModel
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Capture, Plan
 from midstream.requests.arguments import Prompt, is_chat

@@ -24,7 +24,7 @@ import torch
 
 from midstream.arch.aliases import Rename
 from midstream.bundled import demo_model
-from midstream.client.model import TraceModel
+from midstream.client.trace_model import TraceModel
 from midstream.errors import ArchitectureError, InterventionErrorGroup, MidstreamError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.body import save
@@ -241,7 +241,7 @@ def _run_edits(
 
 
 @dataclass(frozen=True)
-class Difference:
+class RelativeDifference:
     """The difference between the two sides.
 
     Attributes:
@@ -270,43 +270,43 @@ class Comparison:
     architecture: str
     route: str
     sites: tuple[str, ...]
-    differences: dict[str, Difference]
+    differences: dict[str, RelativeDifference]
 
-    def largest(self, names: Sequence[str] = ENTRIES) -> Difference:
+    def largest(self, names: Sequence[str] = ENTRIES) -> RelativeDifference:
         """The largest of the differences at `names`."""
         found = [d for n, d in self.differences.items() if n in names and d.value is not None]
         return max(found, key=lambda d: d.value if d.value is not None else 0.0)
 
 
-def differences(vllm: Side, reference: Side) -> dict[str, Difference]:
+def differences(vllm: Side, reference: Side) -> dict[str, RelativeDifference]:
     """Each accessor's and edit's difference."""
     return {name: difference(name, vllm, reference) for name in ENTRIES}
 
 
-def difference(name: str, vllm: Side, reference: Side) -> Difference:
+def difference(name: str, vllm: Side, reference: Side) -> RelativeDifference:
     """The difference of one accessor or edit."""
     for side, label in ((vllm, "vLLM"), (reference, "transformers")):
         if name in side.failed:
-            return Difference(None, note=f"failed on {label}", reason=side.failed[name])
+            return RelativeDifference(None, note=f"failed on {label}", reason=side.failed[name])
     if name in vllm.missing or name in reference.missing:
         both = name in vllm.missing and name in reference.missing
         note = "lacking" if both else "transformers only" if name in vllm.missing else "vLLM only"
-        return Difference(None, note=note, reason=vllm.missing.get(name) or reference.missing[name])
+        return RelativeDifference(None, note=note, reason=vllm.missing.get(name) or reference.missing[name])
     pairs = list(zip(vllm.values[name], reference.values[name], strict=True))
     if any(a.keys() != b.keys() for a, b in pairs):
-        return Difference(
+        return RelativeDifference(
             None, note="other layers", reason=f"vLLM: {list(pairs[0][0])}, transformers: {list(pairs[0][1])}"
         )
     each = {f"{key}, prompt {n}": relative(a[key], b[key]) for n, (a, b) in enumerate(pairs) for key in b}
     where = max(each, key=lambda key: each[key])
     if name not in EDITS:
-        return Difference(each[where], where)
+        return RelativeDifference(each[where], where)
     plain = [values["logits"] for values in reference.values["logits"]]
     effects = [
         relative(b[key], p) for p, (_, b) in zip(plain, pairs, strict=True) for key in b if key.startswith("logits")
     ]
     effect = max(effects)
-    return Difference(each[where], where, "no effect" if effect < NO_EFFECT else "", effect=effect)
+    return RelativeDifference(each[where], where, "no effect" if effect < NO_EFFECT else "", effect=effect)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -336,8 +336,8 @@ def compare(
         layers: the layers to read; all if None.
         engine: arguments of the vLLM engine.
     """
-    from midstream.transformers.model import LanguageModel
-    from midstream.vllm.model import VLLM
+    from midstream.transformers.language_model import LanguageModel
+    from midstream.vllm.vllm_model import VLLM
 
     device = "cuda" if torch.cuda.is_available() else None
     hf = LanguageModel(model, rename=rename, device=device, dtype=getattr(torch, dtype))

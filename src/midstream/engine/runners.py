@@ -38,7 +38,7 @@ from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.trace_host import TraceHost
-from midstream.trace.rows import BatchLayout
+from midstream.trace.batch_rows import BatchLayout
 
 _COMPUTE_LOGITS = "vllm.model_executor.models.interfaces_base.VllmModelForTextGeneration.compute_logits"
 

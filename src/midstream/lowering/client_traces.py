@@ -22,8 +22,8 @@ import torch
 
 from midstream.capture.rows import Captured
 from midstream.errors import CaptureError, PlanError, UnsendableError
+from midstream.lowering.row_programs import NotRowwise, RowwiseReader
 from midstream.lowering.row_tensors import RowChoice, rows_of
-from midstream.lowering.rowwise import NotRowwise, RowwiseReader
 from midstream.plan.building import Builder, StepResult
 from midstream.plan.program import MAX_RESULTS, Program
 from midstream.plan.running import unpacked
@@ -32,7 +32,7 @@ from midstream.trace.code import Outcome
 from midstream.trace.graph import Chain, Value, ancestors, repeats
 from midstream.trace.record import Recording
 from midstream.trace.stand_in import Ended, StandIn
-from midstream.transport import wire
+from midstream.transport import messages
 from midstream.tree import as_bits, objects_in
 
 _LENGTHS = (1, 2, 997)  # a choice that selects the last row at these lengths selects it at every length
@@ -261,7 +261,7 @@ def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
 def _pickled(recording: Recording) -> tuple[bytes, list[torch.Tensor]]:
     """The outcome as a worker sends it, and its tensors. Raises _NotFromRows if a part cannot be pickled."""
     try:
-        body, tensors, failed = wire.pickled(recording.outcome, lambda value: type(value) is StandIn)
+        body, tensors, failed = messages.pickled(recording.outcome, lambda value: type(value) is StandIn)
     except Ended:  # a number of the forward
         failed = True
     if failed:
@@ -321,11 +321,11 @@ class Template:
         tensors: list[torch.Tensor | None] = []
         for each in self.rows:
             block, dtype, size = blocks[each.plane]
-            # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
+            # Each tensor gets its own storage, as in `transport.messages`, because `torch.save` writes the whole storage.
             numbers, offset = math.prod(each.shape), ends[each.plane] * size
             tensors.append(torch.frombuffer(block, dtype=dtype, count=numbers, offset=offset).view(each.shape))
             ends[each.plane] += each.rows
-        found = wire.unpack(self.body, tensors)
+        found = messages.unpack(self.body, tensors)
         if isinstance(found, UnsendableError):
             raise found
         return found  # type: ignore[no-any-return]

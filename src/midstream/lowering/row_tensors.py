@@ -1,4 +1,4 @@
-"""Rebuilds the tensor operations of a recorded write as the steps of a program (see `lowering.rowwise`).
+"""Rebuilds the tensor operations of a recorded write as the steps of a program (see `lowering.row_programs`).
 
 A `RowTensor` has one group of entries for each row of the site's value. In the recording, the axis of the rows may lie anywhere or be
 missing; in the program it comes first. Sizes that mean the number of rows become `RowCount`.

@@ -45,7 +45,7 @@ import torch._compile
 from midstream.arch import Architecture
 from midstream.errors import MidstreamError, TraceError
 from midstream.lowering.recordings import Place
-from midstream.lowering.rowwise import NotRowwise, program_of
+from midstream.lowering.row_programs import NotRowwise, program_of
 from midstream.lowering.tiers import TapedCode
 from midstream.plan.checking import Checked, remember
 from midstream.plan.program import Program
@@ -127,7 +127,7 @@ class ForTemplate(NamedTuple):
 
 
 class ForFunction(NamedTuple):
-    """Asks for the program of a function (`rowwise.program_of`)."""
+    """Asks for the program of a function (`row_programs.program_of`)."""
 
     code: ShippedCode
     points: Sequence[Point]
@@ -155,7 +155,7 @@ class Failed(NamedTuple):
     error: MidstreamError
 
 
-class _Pickler(pickle.Pickler):
+class _MessagePickler(pickle.Pickler):
     """Pickles a message. `large` gets the bytes that are sent beside it, and `known` those that the other side has, by their digests."""
 
     def __init__(self, file: io.BytesIO, known: Mapping[str, torch.Tensor]) -> None:
@@ -195,7 +195,7 @@ def _program(facts: Checked, *values: Any) -> Program:
     return made
 
 
-class _Unpickler(pickle.Unpickler):
+class _MessageUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, large: Sequence[bytes], known: Mapping[str, bytes]) -> None:
         super().__init__(io.BytesIO(data))
         self._large, self._known = large, known
@@ -211,7 +211,7 @@ def send(sock: socket.socket, message: Any, known: Mapping[str, torch.Tensor] = 
         known: tensors that the receiver has, too, by digest.
         passed: files that go with it.
     """
-    pickler = _Pickler(buffer := io.BytesIO(), known)
+    pickler = _MessagePickler(buffer := io.BytesIO(), known)
     pickler.dump(message)
     head = _HEAD.pack(len(buffer.getbuffer()), len(pickler.large))
     sizes = b"".join(_SIZE.pack(len(each)) for each in pickler.large)
@@ -233,7 +233,7 @@ def receive(sock: socket.socket, known: Mapping[str, bytes] = {}, first: bytes =
     size, count = _HEAD.unpack(first + _received(sock, _HEAD.size - len(first)))
     sizes = [_SIZE.unpack(_received(sock, _SIZE.size))[0] for _ in range(count)]
     data = _received(sock, size)
-    return _Unpickler(data, [_received(sock, each) for each in sizes], known).load()
+    return _MessageUnpickler(data, [_received(sock, each) for each in sizes], known).load()
 
 
 def _received(sock: socket.socket, size: int) -> bytes:

@@ -33,10 +33,10 @@ from typing import Any
 from weakref import WeakSet
 
 from midstream.errors import MidstreamError, TraceError
-from midstream.lowering import rowwise, taper, tiers
+from midstream.lowering import row_programs, taper, tiers
 from midstream.lowering.client_traces import Template
 from midstream.lowering.recordings import places_of
-from midstream.lowering.rowwise import Made, NotRowwise
+from midstream.lowering.row_programs import Made, NotRowwise
 from midstream.lowering.tiers import Lowered, Lowering, Note, standing_of
 from midstream.memory import Memory
 from midstream.plan.values import ModelFacts, Plan
@@ -493,15 +493,15 @@ def _in_forward(reason: str) -> Lowered:
 
 
 def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
-    """As `rowwise.with_programs`."""
-    return rowwise.with_programs(plan, facts, _program_of)
+    """As `row_programs.with_programs`."""
+    return row_programs.with_programs(plan, facts, _program_of)
 
 
 _programs: Memory[Made] = Memory()
 
 
 def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
-    """As `rowwise.program_of`. A function that was recorded with equal variables is not recorded again."""
+    """As `row_programs.program_of`. A function that was recorded with equal variables is not recorded again."""
     try:
         code = ship([[FunctionProgram(function)]])
     except TraceError as error:

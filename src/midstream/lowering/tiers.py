@@ -17,7 +17,7 @@ import torch
 from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows, SavedRowsFinder, Template
 from midstream.lowering.recordings import Place, Recorded, Recorder, places_of
-from midstream.lowering.rowwise import Made, NotRowwise, RowReadings, changes, programs_of
+from midstream.lowering.row_programs import Made, NotRowwise, RowReadings, changes, programs_of
 from midstream.lowering.validation import MOST_STEPS, UNCHECKED, Difference, difference
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of

@@ -42,13 +42,13 @@ from midstream.plan.running import run, tensor_of
 from midstream.runtime.points import tree_of
 from midstream.runtime.request import Tier
 from midstream.sites import Binding, Key, Point, point_name
+from midstream.trace.batch_rows import Event, FlatRows
 from midstream.trace.body import Body
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import AbsentModel
 from midstream.trace.graph import StepGraph, repeats
 from midstream.trace.interleaver import BehindStep
 from midstream.trace.parallel import AbsentStage, Peers
-from midstream.trace.rows import Event, FlatRows
 from midstream.trace.visit import Visit
 from midstream.tree import as_bits, follow, map_objects, map_tensors, replaced
 
@@ -336,7 +336,7 @@ def _text_of(failure: Failure | None) -> Any:
 # The model, on numbers.
 
 
-class _Applied(Peers):
+class _AppliedNorms(Peers):
     """Applies norms to values of the code, with weights of 1. No tape contains the result, so any function of the value will do."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
@@ -367,7 +367,7 @@ class _Forward(BehindStep):
 
     def __init__(self, model: Model) -> None:
         super().__init__(
-            nn.Module(), model.arch.order, AbsentStage(model.modules), _Applied(model.modules), model.aliases
+            nn.Module(), model.arch.order, AbsentStage(model.modules), _AppliedNorms(model.modules), model.aliases
         )
         self.points = dict(sorted(model.at.items(), key=lambda item: model.arch.order[item[0][0], item[0][1]]))  # type: ignore[index]
         self.captured = self.points

@@ -263,7 +263,7 @@ def selector_of(positions: Any) -> Selector:
     return WORDS[positions] if isinstance(positions, str) else _Listed(positions)
 
 
-class Heads(NamedTuple):
+class SelectedHeads(NamedTuple):
     """Heads of a site.
 
     Attributes:
@@ -304,7 +304,7 @@ class Selection(NamedTuple):
     length: int
     generated: tuple[Selector, ...] = ()
     dtype: str | None = None
-    heads: Heads | None = None
+    heads: SelectedHeads | None = None
 
     @classmethod
     def of(cls, positions: Any, length: int, dtype: str | None = None) -> Selection:

@@ -42,7 +42,7 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
-from midstream.transport import wire
+from midstream.transport import messages
 from midstream.transport.receiver import Message, Receiver
 from midstream.transport.sender import Sender, mark_ready
 from midstream.tree import Ref, follow, is_raw, leaves, map_tensors, objects_in
@@ -261,7 +261,7 @@ class Link:
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], name: str, host: str) -> None:
         self.rank = rank
         self.name = name
-        machines = exchange(wire.machine_name())
+        machines = exchange(messages.machine_name())
         self.size = len(machines)
         self._lock = threading.Lock()
         self._bodies: dict[str, SharedBody] = {}

@@ -31,7 +31,7 @@ from torch import nn
 
 from midstream.arch.blocks import is_a, is_linear, unwrapped
 from midstream.arch.detect import ShardFinder
-from midstream.arch.probe import Leaf, ModuleCall, Plant, Probe
+from midstream.arch.probe import Leaf, ModuleCall, Plant, ProbeForward
 from midstream.errors import DivergedError, MidstreamError, NeverReachedError
 from midstream.ranks.link import Link
 from midstream.sites import Key, Kind
@@ -139,7 +139,7 @@ class Finder(ShardFinder):
         """Replace attention's output, which is zero in a dummy run: a sum of zeros over the ranks would look like its summands."""
         return {path: _ramp for path, module in modules.items() if is_a(module, "Attention", "MLAAttention")}
 
-    def find(self, probe: Probe) -> ShardLayouts:
+    def find(self, probe: ProbeForward) -> ShardLayouts:
         """The layouts on which all ranks agree."""
         found = _Search(probe, self.size).run()
         ranks = self._exchange((found.layouts, found.digests))
@@ -165,7 +165,7 @@ def _returns_summands(module: nn.Module) -> bool:
 
 
 class _Search:
-    def __init__(self, probe: Probe, size: int) -> None:
+    def __init__(self, probe: ProbeForward, size: int) -> None:
         self.probe, self.size = probe, size
         self.layouts: ShardLayouts = {}
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}

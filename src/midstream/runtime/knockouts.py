@@ -25,7 +25,7 @@ from midstream.arch.heads import AttentionSettings, Heads, set_cut, settings_of
 from midstream.errors import MidstreamError
 from midstream.plan.ops.knockout import Knockouts
 from midstream.sites import Binding
-from midstream.trace.rows import BatchLayout
+from midstream.trace.batch_rows import BatchLayout
 from midstream.tree import follow
 
 _MOST_SCORES = 1 << 25  # that are in memory at once
@@ -74,14 +74,14 @@ def attend_again(
 class _Rows(NamedTuple):
     """A request's rows `[start, stop)` of the step's batch, and the position of the first."""
 
-    request: _Request
+    request: _CutRequest
     start: int
     stop: int
     first: int
 
 
 @dataclass(eq=False)
-class _Request:
+class _CutRequest:
     """A request with knockouts.
 
     Attributes:
@@ -125,14 +125,14 @@ class AttentionCuts:
             for layer in arch.layers
             if ("attn_k", layer) in arch.bindings and ("attn_q", layer) in arch.bindings
         }
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _CutRequest] = {}
         self._needed = Counter[int]()
         self._undo: dict[int, Callable[[], None]] = {}  # by layer, what takes its hook off
         self._step: list[_Rows] = []
 
     def begin(self, name: str, knockouts: Knockouts) -> None:
         """A request begins."""
-        self._requests[name] = _Request(knockouts)
+        self._requests[name] = _CutRequest(knockouts)
         for layer in knockouts.layers:
             if layer in self._bindings:  # the others are on other stages
                 self._needed[layer] += 1

@@ -37,7 +37,7 @@ from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite
-from midstream.trace.rows import BatchLayout
+from midstream.trace.batch_rows import BatchLayout
 
 _log = logging.getLogger(__name__)
 # By request: new scores; the ends of those that a probe has ended; and the errors of those whose selector has failed.

@@ -50,7 +50,7 @@ class ProgramAt(NamedTuple):
     inputs: tuple[Point, ...] = ()
 
 
-class Group(NamedTuple):
+class ProgramGroup(NamedTuple):
     """Rows of a step with programs of one form.
 
     Attributes:
@@ -102,7 +102,7 @@ class StepPrograms(NamedTuple):
         kept: index of a point -> what is kept there.
     """
 
-    groups: dict[tuple[int, str], list[Group]]
+    groups: dict[tuple[int, str], list[ProgramGroup]]
     kept: dict[int, Kept]
 
 
@@ -290,7 +290,7 @@ class HeldPrograms:
                 needed.setdefault(point, []).append(rows)
         unions = {point: functools.reduce(np.union1d, each) for point, each in needed.items()}
         kept = {point: Kept(point, upload(rows)) for point, rows in unions.items()}
-        found: dict[tuple[int, str], list[Group]] = {}
+        found: dict[tuple[int, str], list[ProgramGroup]] = {}
         for at in sorted(members, key=lambda at: at.turn):
             form, rows, (place_T, offset_T) = self._forms[at.form], rows_of[at], of_slot[at]
             inputs = []
@@ -304,7 +304,9 @@ class HeldPrograms:
             else:
                 which = upload(place_T[rows])
             offsets = upload(offset_T[rows]) if at.what != "edit" else None
-            found.setdefault((index[at.point], at.what), []).append(Group(upload(rows), bank, which, offsets, inputs))
+            found.setdefault((index[at.point], at.what), []).append(
+                ProgramGroup(upload(rows), bank, which, offsets, inputs)
+            )
         return StepPrograms(found, {index[point]: each for point, each in kept.items()})
 
     def from_graph(self, kept: Kept, rows: int) -> torch.Tensor:
@@ -446,10 +448,10 @@ def run_apart(
 
 
 def run_groups(
-    groups: Sequence[Group],
+    groups: Sequence[ProgramGroup],
     first_TH: torch.Tensor,
     second_TH: torch.Tensor | None,
-    run: Callable[[Group, torch.Tensor], torch.Tensor],
+    run: Callable[[ProgramGroup, torch.Tensor], torch.Tensor],
     note: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Replace the rows' values in place. Elements that come out as they were are bit-identical in both streams.

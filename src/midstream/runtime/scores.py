@@ -22,7 +22,7 @@ from midstream.plan.values import Plan
 from midstream.ranks.link import Link
 
 
-class Found(NamedTuple):
+class ProbeScores(NamedTuple):
     """A probe's scores of some rows of one request, by ascending positions.
 
     Attributes:
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     firsts: list[float]
 
     @classmethod
-    def of(cls, positions: np.ndarray, scores_RC: np.ndarray) -> Found:
+    def of(cls, positions: np.ndarray, scores_RC: np.ndarray) -> ProbeScores:
         return cls(positions.tobytes(), scores_RC.tobytes(), scores_RC[:, 0].tolist())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -44,17 +44,17 @@ class Found(NamedTuple):
         positions = np.frombuffer(self.positions, np.int64)
         return positions, np.frombuffer(self.scores, np.float32).reshape(len(positions), -1)
 
-    def among(self, mask: Callable[[np.ndarray], np.ndarray]) -> Found:
+    def among(self, mask: Callable[[np.ndarray], np.ndarray]) -> ProbeScores:
         """Those at the positions that `mask` selects."""
         positions, scores_RC = self.arrays()
         keep = mask(positions)
-        return Found.of(positions[keep], scores_RC[keep])
+        return ProbeScores.of(positions[keep], scores_RC[keep])
 
-    def __or__(self, other: Found) -> Found:
+    def __or__(self, other: ProbeScores) -> ProbeScores:
         each = self.arrays(), other.arrays()
         positions, scores_RC = (np.concatenate(both) for both in zip(*each, strict=True))
         order = np.argsort(positions)
-        return Found.of(positions[order], scores_RC[order])
+        return ProbeScores.of(positions[order], scores_RC[order])
 
 
 class RequestScores:
@@ -77,7 +77,7 @@ class RequestScores:
             if probe.selects_generated and not isinstance(probe.positions, str)
         }
 
-    def take(self, found: dict[str, Found]) -> tuple[list[ScoreChunk], ProbeStop | None]:
+    def take(self, found: dict[str, ProbeScores]) -> tuple[list[ScoreChunk], ProbeStop | None]:
         """Take the scores of the next rows, by their probes' names.
 
         Returns:
@@ -101,7 +101,7 @@ class RequestScores:
 
 
 @dataclass
-class Group:
+class ScoreGroup:
     """Rows of a step whose scores have the same places.
 
     Attributes:
@@ -118,7 +118,7 @@ class Group:
     positions: list[int] = field(default_factory=list)
     runs: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def found(self, memory: torch.Tensor) -> Iterator[tuple[str, str, Found]]:
+    def found(self, memory: torch.Tensor) -> Iterator[tuple[str, str, ProbeScores]]:
         """The scores in a step's memory, which is on the host, with the names of their request and their probe."""
         words, item = memory.view(torch.int16).numpy().view(np.float32), memory.element_size()
         start, count = item * self.first // 4, len(self.rows)  # a row is a multiple of 16 bytes
@@ -129,11 +129,11 @@ class Group:
             scores, firsts = scores_RC.tobytes(), scores_RC[:, 0].tolist()
             for request, first, stop in self.runs:
                 of_run = scores[4 * each * first : 4 * each * stop]
-                yield request, name, Found(positions[8 * first : 8 * stop], of_run, firsts[first:stop])
+                yield request, name, ProbeScores(positions[8 * first : 8 * stop], of_run, firsts[first:stop])
 
 
 # What one pipeline stage has of a step: its memory, what lies in it, and `StepScores.errors`. The link between stages can send it.
-StageScores = tuple[torch.Tensor, list[Group], dict[str, str]]
+StageScores = tuple[torch.Tensor, list[ScoreGroup], dict[str, str]]
 
 
 class StepScores:
@@ -149,7 +149,7 @@ class StepScores:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.errors: dict[str, str] = {}
         self._device, self._dtype = device, dtype
-        self._groups: dict[tuple[ScorePlace, ...], Group] = {}
+        self._groups: dict[tuple[ScorePlace, ...], ScoreGroup] = {}
         self._memory = torch.empty(0, dtype=dtype)
         self._copied: torch.cuda.Event | None = None
 
@@ -157,7 +157,7 @@ class StepScores:
         """Make room for rows of a request that have one profile. `rows`: their numbers in the batch."""
         group = self._groups.get(profile.scores)
         if group is None:
-            group = self._groups[profile.scores] = Group(profile.scores, profile.score_width)
+            group = self._groups[profile.scores] = ScoreGroup(profile.scores, profile.score_width)
         start = len(group.rows)
         group.rows += rows
         group.positions += positions
@@ -192,11 +192,11 @@ class StepScores:
             self._memory, self._copied = host, torch.cuda.Event()
             self._copied.record()
 
-    def read(self, others: Iterable[StageScores] = ()) -> dict[str, dict[str, Found]]:
+    def read(self, others: Iterable[StageScores] = ()) -> dict[str, dict[str, ProbeScores]]:
         """The scores of each request, by their probes' names. Waits for the copy. `others`: of other stages, on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: dict[str, dict[str, Found]] = {}
+        found: dict[str, dict[str, ProbeScores]] = {}
         for memory, groups, errors in (self.queued, *others):
             self.errors |= errors
             for request, name, new in chain.from_iterable(group.found(memory) for group in groups):
@@ -222,7 +222,9 @@ class ScoreLink:
     def _body(self) -> str:
         return f"scores {self._period}"
 
-    def bring(self, step: StepScores, stages: Collection[int]) -> Callable[[], dict[str, dict[str, Found]]] | None:
+    def bring(
+        self, step: StepScores, stages: Collection[int]
+    ) -> Callable[[], dict[str, dict[str, ProbeScores]]] | None:
         """The forward of a step is queued. Returns what finds the scores of all stages, on the last one; None on the others.
 
         Args:
@@ -241,7 +243,7 @@ class ScoreLink:
         others = sorted(stage for stage in stages if stage != self._last)
         fetches = [self._link.fetch(stage, self._body, self._step) for stage in others]
 
-        def find() -> dict[str, dict[str, Found]]:
+        def find() -> dict[str, dict[str, ProbeScores]]:
             with suppress(NeverReachedError):  # all requests with probes have ended while the step was under way
                 return step.read([fetch.wait() for fetch in fetches])
             return {}

@@ -28,8 +28,8 @@ from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.sites import Point
 from midstream.trace.code import Outcome
+from midstream.transport.messages import Packed, ResultHeader, pack
 from midstream.transport.sender import Sender, mark_ready
-from midstream.transport.wire import Packed, ResultHeader, pack
 from midstream.tree import as_bits
 
 _log = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
     GraphValues,
-    Group,
     HeldPrograms,
     InGraph,
     ProgramAt,
+    ProgramGroup,
     RecordedPrograms,
     StepPrograms,
     all_programs,
@@ -495,7 +495,7 @@ class DeviceTables(Tables):
                 value = self._run(point, group, value_at(first, second, group.rows))
                 self._kernel.store_rows(value, self._addresses[kind][group.rows], group.offsets)
 
-    def _run(self, point: int, group: Group, x_RH: torch.Tensor) -> torch.Tensor:
+    def _run(self, point: int, group: ProgramGroup, x_RH: torch.Tensor) -> torch.Tensor:
         """The results of a group's programs for the rows' values."""
         width = group.bank.width(x_RH.element_size())
         failed = partial(torch.full, fill_value=math.nan, dtype=x_RH.dtype, device=x_RH.device)

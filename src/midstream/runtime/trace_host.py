@@ -29,12 +29,12 @@ from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
 from midstream.runtime.request import StepEnds, TraceRequest
 from midstream.runtime.sending import Reports
 from midstream.sites import Key, NotFinite, Point
+from midstream.trace.batch_rows import BatchLayout, FlatRows
 from midstream.trace.body import Body, Randomness
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS, Calling
 from midstream.trace.interleaver import BehindStep, Interleaver
-from midstream.trace.rows import BatchLayout, FlatRows
 from midstream.trace.shipping import unship
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal

@@ -32,7 +32,7 @@ from midstream.plan.vectors import Named, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS, SAE_KIND
 from midstream.requests.vectors_and_runs import RunRequest
 from midstream.serve import remote, saes, studio, sweeps
-from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
+from midstream.serve.capture_store import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.files import PLAN, SAES, check_widths, errors_in, read_files
 from midstream.serve.gate import Gate, RequestRefused, error_response, owner_of
@@ -57,7 +57,7 @@ from midstream.serve.requests import (
 )
 from midstream.settings import NAME, WORKER, Settings
 from midstream.sites import LAYER_SITES
-from midstream.vllm.model import VLLM
+from midstream.vllm.vllm_model import VLLM
 
 MAX_UPLOAD_BYTES = 64 << 20
 MAX_RUN_BYTES = 8 << 20  # of the body that records a run: a prompt of a million token ids

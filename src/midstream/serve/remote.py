@@ -46,7 +46,7 @@ from midstream.serve.requests import (
 from midstream.settings import NAME, Settings
 from midstream.trace.shipping import ShippedCode, check_python
 from midstream.transport.data import message_chunks, pack_data
-from midstream.transport.wire import SentTensors
+from midstream.transport.messages import SentTensors
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read

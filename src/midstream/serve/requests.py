@@ -60,12 +60,12 @@ from midstream.requests.arguments import answers_of
 from midstream.requests.invokes import Invoke
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
-from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
+from midstream.serve.capture_store import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.gate import RequestRefused, error_response, owner_of
 from midstream.serve.monitors import Monitors
 from midstream.settings import NAME
-from midstream.vllm.model import VLLM
 from midstream.vllm.stream import RunningRequest
+from midstream.vllm.vllm_model import VLLM
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 _FIELDS = ("plan", "answers", "inline")

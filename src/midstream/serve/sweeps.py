@@ -31,7 +31,7 @@ from midstream.serve.requests import (
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, encode_event
 from midstream.sweeps.paths import frozen_points
-from midstream.sweeps.running import SweepStream
+from midstream.sweeps.sweep_run import SweepStream
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PAIRS = 64

@@ -23,7 +23,7 @@ import torch
 from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
 from midstream.requests.arguments import spaced_answers, with_spaced
-from midstream.sweeps.request import SweepRequest, graded, one_of, spaces_missing
+from midstream.sweeps.cells import SweepRequest, graded, one_of, spaces_missing
 from midstream.sweeps.results import dataframe
 
 _SITES = ("resid_pre", "attn_z", "resid_mid", "mlp_out", "resid_post")

@@ -20,10 +20,10 @@ from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.requests.arguments import Answers
 from midstream.requests.invokes import InvokeResult
 from midstream.settings import RECORD_BYTES
+from midstream.sweeps.cells import HEADS, MLPS, SweepRequest
 from midstream.sweeps.events import Cell, Event, Grid, Outline, Paths
-from midstream.sweeps.request import HEADS, MLPS, SweepRequest
 from midstream.sweeps.results import SweepResult
-from midstream.sweeps.running import ENGINE_GROUPS, Job, SweepRun, new_name
+from midstream.sweeps.sweep_run import ENGINE_GROUPS, Job, SweepRun, new_name
 
 # Of the runs of one group; the other half of the engine's room is for the runs of the prompts.
 GROUP_BYTES = RECORD_BYTES // (2 * ENGINE_GROUPS)

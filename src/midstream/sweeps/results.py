@@ -25,8 +25,8 @@ import numpy as np
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plan import fields
 from midstream.plots import plot_heatmap, show, write_figure
+from midstream.sweeps.cells import METRICS, Metric, cells_in_order
 from midstream.sweeps.events import Baselines, Cell, Column, Event, Grid, Noise, Outline, Summary
-from midstream.sweeps.request import METRICS, Metric, cells_in_order
 
 RESAMPLES = 2000
 _HELD = ("clean", "corrupt")

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.hooks import CURRENT, is_in_body
 from midstream.sites import Key, point_name
+from midstream.trace.batch_rows import private
 from midstream.trace.forward import STEP_START, Forward
 from midstream.trace.parallel import CALL, Origin, StageValue
-from midstream.trace.rows import private
 from midstream.trace.saves import Saves, refuse
 from midstream.trace.visit import Journal, Visit
 from midstream.tree import leaves, memory_of

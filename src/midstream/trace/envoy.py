@@ -22,10 +22,10 @@ from midstream.arch.heads import is_cut, settings_of
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.hooks import is_in_body
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, module_name, point_name, site_of
+from midstream.trace.batch_rows import FlatRows
 from midstream.trace.body import current_body
 from midstream.trace.forward import Forward, ForwardSource, forward_source
 from midstream.trace.parallel import StageValue, real
-from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Visit
 

@@ -13,9 +13,9 @@ from typing import Any
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
 from midstream.hooks import is_in_body
 from midstream.sites import Key, module_name, point_name
+from midstream.trace.batch_rows import Event, FlatRows, RequestRows, RowSpan
 from midstream.trace.body import BARRIER, FETCH, Body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
-from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan
 from midstream.trace.visit import Journal, Visit, move_to_host
 
 

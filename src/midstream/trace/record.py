@@ -681,7 +681,7 @@ class _RecordedVisit:
 # The model.
 
 
-class _Applied(Peers):
+class _RecordedModules(Peers):
     """Applies the model's modules to values of the trace. Only the output's shape is known, and only for norms."""
 
     def applied(self, path: str, module: Any) -> Any:
@@ -711,7 +711,7 @@ class _RecordedForward:
     stepping = True
 
     def __init__(self, model: Model) -> None:
-        self.stage, self.peers, self.aliases = AbsentStage(model.modules), _Applied(), model.aliases
+        self.stage, self.peers, self.aliases = AbsentStage(model.modules), _RecordedModules(), model.aliases
         self.modules: dict[str, Any] = {}
 
     def apart(self, body: str, function: Any, args: Any, kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ class _Kinds(type):
         if cls is not kind_of or len(args) != 1 or kwargs:
             return type(*args, **kwargs) if cls is kind_of else super().__call__(*args, **kwargs)
         found = type(args[0])
-        if found is Number:
+        if found is UnknownNumber:
             return args[0].__class__
         return torch.Tensor if found is StandIn else kind_of if found is type else found
 
@@ -101,7 +101,7 @@ class kind_of(type, metaclass=_Kinds):
     """Python's `type`, for recorded code: to that code, a stand-in is a tensor."""
 
 
-class Number:
+class UnknownNumber:
     """Stands for a number of the forward, such as `h.norm().item()`. Code can store it and compute with it, but not look at it."""
 
     __slots__ = ("_end", "_kind")
@@ -115,9 +115,11 @@ class Number:
 
     def _computed(self, *others: Any) -> Any:
         is_large = any(type(each) is int and each.bit_length() > 64 for each in others)
-        if is_large or not all(type(each) in (int, float, bool, Number) for each in others):
+        if is_large or not all(type(each) in (int, float, bool, UnknownNumber) for each in others):
             self._end("a number of the forward is used in something else than a number")
-        return Number(float if self._kind is float or any(type(each) is float for each in others) else int, self._end)
+        return UnknownNumber(
+            float if self._kind is float or any(type(each) is float for each in others) else int, self._end
+        )
 
     def _looked_at(self, *_: Any) -> NoReturn:
         self._end("it needs a number that only the forward has")
@@ -131,7 +133,7 @@ class Number:
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
 
 
-class RowCount(int):
+class UnknownRowCount(int):
     """The number of rows of a stand-in whose rows may be of any number. It may only be a size of another tensor, as in `h.view(h.shape[0],
     8, -1)`: whatever else depends on it ends the recording.
     """
@@ -148,9 +150,9 @@ _ARITHMETIC = [*BINARY, *(f"r{name}" for name in BINARY), "divmod", "rdivmod", *
 _LOOKS = [*COMPARISONS, *"hash bool int float str repr format round trunc".split()]
 _COMPUTED = "add radd sub rsub mul rmul neg abs".split()
 for _name in (*_ARITHMETIC, *_LOOKS, "floor", "ceil"):
-    setattr(RowCount, f"__{_name}__", RowCount._used)
+    setattr(UnknownRowCount, f"__{_name}__", UnknownRowCount._used)
 for _name in (*_ARITHMETIC, *_LOOKS, *"index reduce_ex complex array".split()):
-    setattr(Number, f"__{_name}__", Number._computed if _name in _COMPUTED else Number._looked_at)
+    setattr(UnknownNumber, f"__{_name}__", UnknownNumber._computed if _name in _COMPUTED else UnknownNumber._looked_at)
 
 
 def is_plain(tree: Any, depth: int = 8) -> bool:
@@ -663,12 +665,12 @@ class SeeingFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         notes = self._notes
-        if notes.makes_numbers and any(objects_in((args, kwargs), Number)):
+        if notes.makes_numbers and any(objects_in((args, kwargs), UnknownNumber)):
             notes.end("a number of the forward is used in a tensor")
-        if (rows := notes.rows) is not None and next(objects_in((args, kwargs), RowCount), None) is not None:
+        if (rows := notes.rows) is not None and next(objects_in((args, kwargs), UnknownRowCount), None) is not None:
             if func not in _OF_SIZES:
                 notes.end("it depends on the number of tokens")
-            args, kwargs = map_objects((args, kwargs or {}), RowCount, lambda count: rows * count.times)
+            args, kwargs = map_objects((args, kwargs or {}), UnknownRowCount, lambda count: rows * count.times)
         special = _SPECIAL.get(func)
         if special is not None and args and notes.is_unknown(args[0]):
             return special(notes, func, *args, **(kwargs or {}))
@@ -692,12 +694,12 @@ def _size(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _counted(notes: Notes, found: Any) -> Any:
-    """A size, with `RowCount` where it depends on the number of rows."""
+    """A size, with `UnknownRowCount` where it depends on the number of rows."""
     if isinstance(found, tuple):
         return type(found)([_counted(notes, size) for size in found])
     if not found or found % notes.rows:
         return found
-    count = RowCount(found)
+    count = UnknownRowCount(found)
     count.end, count.times = notes.end, found // notes.rows
     return count
 
@@ -723,7 +725,7 @@ def _number(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
     kind = float if tensor.dtype.is_floating_point else int
     if tensor.dtype in (torch.bool, torch.complex64, torch.complex128):
         notes.end("it needs a number that only the forward has")
-    return Number(kind, notes.end)
+    return UnknownNumber(kind, notes.end)
 
 
 def _numbers(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
@@ -780,7 +782,7 @@ def _data(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
 
 _T: Any = torch.Tensor
 _ARRAYS = {_T.numpy, _T.__array__, _T.data_ptr, torch.from_numpy, torch.as_tensor, torch.frombuffer, _T.untyped_storage}
-# Where a `RowCount` may be a size.
+# Where a `UnknownRowCount` may be a size.
 _OF_SIZES = {
     _T.view,
     _T.reshape,

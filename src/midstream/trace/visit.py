@@ -14,7 +14,7 @@ import torch
 
 from midstream.errors import ShapeError, TraceError
 from midstream.sites import Binding, Key, point_name
-from midstream.trace.rows import Event, FlatRows, RequestRows, RowSpan, SharedSite, private
+from midstream.trace.batch_rows import Event, FlatRows, RequestRows, RowSpan, SharedSite, private
 from midstream.tree import Ref, as_bits, leaves, map_tensors, memory_of, shape_text
 
 

@@ -38,11 +38,11 @@ from midstream.runtime.store import RunStore
 from midstream.runtime.tables import RowProfiles
 from midstream.runtime.torch_tables import TorchTables
 from midstream.sites import NotFinite, Point
+from midstream.trace.batch_rows import BatchRows
 from midstream.trace.body import Body, StopTrace
 from midstream.trace.code import STOPPED, Outcome, TraceProgram, outcome
 from midstream.trace.gradients import asks_for_gradients
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.rows import BatchRows
 
 _SAMPLING = set(
     "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()

@@ -1,7 +1,8 @@
 """Values as data, from a server to its clients, and the messages of them in an HTTP response.
 
 Data is msgpack of the closed list of types in `_KINDS`, so reading it (`unpack_data`) runs none of the sender's code. Numbers and texts
-stand for themselves, and every other value is a list `[kind, *parts]`. Tensors and messages are those of `wire`, with data as the bodies.
+stand for themselves, and every other value is a list `[kind, *parts]`. Tensors and messages are those of `transport.messages`, with data as
+the bodies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
 from midstream.trace.containers import FACTORIES
 from midstream.trace.tracer import Cache, CacheEntry, Result
-from midstream.transport.wire import (
+from midstream.transport.messages import (
     LENGTH,
     Frame,
     Packed,
@@ -42,7 +43,7 @@ _CHUNK_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
 
 
 def pack_data(value: Any, stream: SentTensors | None = None) -> Packed:
-    """As `wire.pack`, with data as the body."""
+    """As `messages.pack`, with data as the body."""
     return with_tensors(*_as_data(value), stream)
 
 

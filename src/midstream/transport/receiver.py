@@ -7,8 +7,8 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors (`wire`), queues it and returns. The sender's thread writes a frame and copies the tensors
-into memory that it shares with a client on its host (`wire`). The receiver has a thread for each worker, which copies the tensors
+`send` pickles the value without its tensors (`messages`), queues it and returns. The sender's thread writes a frame and copies the tensors
+into memory that it shares with a client on its host (`messages`). The receiver has a thread for each worker, which copies the tensors
 out and routes the messages to mailboxes. The reader of a mailbox unpickles the values; the receiving thread unpickles messages that were
 sent together.
 
@@ -44,7 +44,7 @@ import torch
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
 from midstream.trace.shipping import itself
-from midstream.transport import wire
+from midstream.transport import messages
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
@@ -209,7 +209,7 @@ class Receiver:
         host: str | None = None,
         *,
         paced_bytes: int = 256 << 20,
-        headers: Any = wire.ResultHeader,
+        headers: Any = messages.ResultHeader,
         handle: Callable[[Message], None] | None = None,
     ) -> None:
         self.when_gone: Callable[[str], None] | None = None
@@ -234,7 +234,12 @@ class Receiver:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listeners.append(socket.create_server((host, 0), family=family, backlog=1024))
         tcp = [host, self._listeners[1].getsockname()[1]] if host is not None else None
-        self.address: dict[str, Any] = {"unix": name, "tcp": tcp, "key": self._key.hex(), "host": wire.machine_name()}
+        self.address: dict[str, Any] = {
+            "unix": name,
+            "tcp": tcp,
+            "key": self._key.hex(),
+            "host": messages.machine_name(),
+        }
         for listener in self._listeners:
             self._start(self._accept, listener)
 
@@ -341,7 +346,7 @@ class Receiver:
         in_order = False
         try:
             sock.settimeout(_HANDSHAKE_SECONDS)
-            peer: Any = wire.Peer(sock)
+            peer: Any = messages.Peer(sock)
             deliver_challenge(peer, self._key)
             name = peer.recv_bytes(_NAME_BYTES).decode(errors="replace")
             with self._lock:
@@ -380,7 +385,7 @@ class Receiver:
         streams: dict[str, dict[int, torch.Tensor]] = {}
         slots = SlotReader(sock, self._copies)
         while True:
-            frame = wire.receive_frame(sock)
+            frame = messages.receive_frame(sock)
             if frame.parts:
                 self._deliver(sock, frame, slots, streams)
             elif frame.stream is None:
@@ -392,11 +397,11 @@ class Receiver:
     def _deliver(
         self,
         sock: socket.socket,
-        frame: wire.Frame,
+        frame: messages.Frame,
         slots: SlotReader,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
-        bodies = [wire.receive(sock, part.body) for part in frame.parts]
+        bodies = [messages.receive(sock, part.body) for part in frame.parts]
         parts = [[self._header(each) for each in part.headers] for part in frame.parts]
         is_wanted = self._handle is not None or any(header.key in self._mailboxes for each in parts for header in each)
         sizes = [part.payload for part in frame.parts]
@@ -420,7 +425,7 @@ class Receiver:
         else:
             payloads = payload.split(sizes) if len(sizes) > 1 else (payload,)
             loads = [
-                partial(wire.unpack, body, wire.resolve_tensors(payload, part.table, known))
+                partial(messages.unpack, body, messages.resolve_tensors(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
             ]
         take = self._handle or self._put
@@ -464,7 +469,7 @@ def _gone_error(name: str) -> ChannelClosedError:
 
 
 class SlotReader:
-    """The client's end of the memory that it shares with a worker: see `wire`. Used from one thread.
+    """The client's end of the memory that it shares with a worker: see `messages`. Used from one thread.
 
     Args:
         pool: its threads share the copies of large payloads.
@@ -483,15 +488,15 @@ class SlotReader:
         try:
             while True:
                 slot, size, place = self._header()
-                if slot == wire.END:
+                if slot == messages.END:
                     for copy in copies:
                         copy.result()
                     return None
-                if slot == wire.LOST:
-                    return wire.receive(self._sock, size).decode()
+                if slot == messages.LOST:
+                    return messages.receive(self._sock, size).decode()
                 target = memory[place : place + size] if memory is not None else None
-                if slot == wire.INLINE:
-                    wire.receive_into(self._sock, (np.empty(size, np.uint8) if target is None else target).data)
+                if slot == messages.INLINE:
+                    messages.receive_into(self._sock, (np.empty(size, np.uint8) if target is None else target).data)
                 elif target is None:
                     self._give_back(slot)
                 else:
@@ -500,22 +505,22 @@ class SlotReader:
             wait(copies)
 
     def _header(self) -> tuple[int, int, int]:
-        data, descriptors, _, _ = socket.recv_fds(self._sock, wire.CHUNK.size, 1, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, messages.CHUNK.size, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
             try:
-                mapped = mmap.mmap(descriptor, wire.SLOTS * wire.SLOT_BYTES, prot=mmap.PROT_READ)
+                mapped = mmap.mmap(descriptor, messages.SLOTS * messages.SLOT_BYTES, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
             self._slots = np.frombuffer(mapped, np.uint8)
         if not data:
             raise ConnectionError("the other side of the results channel is gone")
-        data += wire.receive(self._sock, wire.CHUNK.size - len(data))
-        return wire.CHUNK.unpack(data)  # type: ignore[return-value]
+        data += messages.receive(self._sock, messages.CHUNK.size - len(data))
+        return messages.CHUNK.unpack(data)  # type: ignore[return-value]
 
     def _copy_out(self, slot: int, target: np.ndarray, copies: list[Future[None]]) -> None:
         """Copy a slot's bytes and give the slot back: now if they are few, else the thread that copies the last piece does."""
         assert self._slots is not None
-        source = self._slots[slot * wire.SLOT_BYTES :][: len(target)]
+        source = self._slots[slot * messages.SLOT_BYTES :][: len(target)]
         if len(target) <= 2 * _PIECE_BYTES:
             np.copyto(target, source)
             return self._give_back(slot)

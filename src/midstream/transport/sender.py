@@ -27,8 +27,8 @@ import torch
 
 from midstream.errors import ChannelClosedError, ChannelError
 from midstream.queues import BoundedQueue
-from midstream.transport import wire
-from midstream.transport.wire import Packed, SentTensors, pack
+from midstream.transport import messages
+from midstream.transport.messages import Packed, SentTensors, pack
 from midstream.tree import as_bytes
 
 _log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class _OutgoingFrame(NamedTuple):
             tensors += packed.tensors
             offsets += [size + offset for offset in packed.offsets]
             size += packed.size
-        frame = wire.Frame([wire.message_part(*part) for part in self.parts], self.stream)
-        wire.send_frame(sock, frame, b"".join([packed.body for _, packed in self.parts]))
+        frame = messages.Frame([messages.message_part(*part) for part in self.parts], self.stream)
+        messages.send_frame(sock, frame, b"".join([packed.body for _, packed in self.parts]))
         if size:
             slots.send(tensors, offsets, size, self.ready)
 
@@ -167,7 +167,7 @@ class Sender:
                     frame.write(self._sock, slots)
                     del frame  # and its tensors with it
                     self._queue.task_done()
-            wire.send_frame(self._sock, wire.Frame())
+            messages.send_frame(self._sock, messages.Frame())
         except BaseException as error:
             if not self._queue.closed:
                 level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR  # the client has gone
@@ -179,13 +179,13 @@ class Sender:
 
 
 def _raw(header: msgspec.Struct) -> msgspec.Raw:
-    return msgspec.Raw(wire.encode(header))
+    return msgspec.Raw(messages.encode(header))
 
 
 def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
     """A connection to the client after the handshake: by Unix socket on its own host, by TCP from another."""
     place: str | tuple[str, int]
-    if address["host"] == wire.machine_name():
+    if address["host"] == messages.machine_name():
         family, place = socket.AF_UNIX, f"\0{address['unix']}"
     elif address["tcp"] is not None:
         family, place = socket.AF_INET6 if ":" in address["tcp"][0] else socket.AF_INET, tuple(address["tcp"])
@@ -196,7 +196,7 @@ def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
         try:
             sock.settimeout(_CONNECT_SECONDS)
             sock.connect(place)
-            peer: Any = wire.Peer(sock)
+            peer: Any = messages.Peer(sock)
             answer_challenge(peer, key := bytes.fromhex(address["key"]))
             peer.send_bytes(name.encode()[:255])
             deliver_challenge(peer, key)
@@ -231,7 +231,7 @@ class _Filled(NamedTuple):
 
 
 class SenderSlots:
-    """The worker's end of the memory that it shares with its client: see `wire`. Used from one thread; `close` when done.
+    """The worker's end of the memory that it shares with its client: see `messages`. Used from one thread; `close` when done.
 
     CUDA tensors are copied straight into slots, which are pinned at their first use.
     """
@@ -241,7 +241,7 @@ class SenderSlots:
         self._is_shared = sock.family == socket.AF_UNIX
         self._memory: torch.Tensor | None = None  # uint8, of all slots
         self._descriptor: int | None = None  # of the memory, until the client has it
-        self._free = list(range(wire.SLOTS))[::-1]  # the last one is used next, so that few slots are touched
+        self._free = list(range(messages.SLOTS))[::-1]  # the last one is used next, so that few slots are touched
         self._pinned: list[int] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -259,7 +259,7 @@ class SenderSlots:
         """
         self._take_back()
         filled: deque[_Filled] = deque()
-        is_inline = not self._is_shared or size <= wire.INLINE_LIMIT
+        is_inline = not self._is_shared or size <= messages.INLINE_LIMIT
 
         def send_oldest() -> None:
             chunk = filled[0]
@@ -287,9 +287,9 @@ class SenderSlots:
             self._wait_for_devices()
             self._free += [chunk.slot for chunk in filled]
             reason = f"copying it failed: {error!r}".encode()
-            self._sock.sendall(wire.CHUNK.pack(wire.LOST, len(reason), 0) + reason)
+            self._sock.sendall(messages.CHUNK.pack(messages.LOST, len(reason), 0) + reason)
         else:
-            self._sock.sendall(wire.CHUNK.pack(wire.END, 0, 0))
+            self._sock.sendall(messages.CHUNK.pack(messages.END, 0, 0))
 
     def close(self) -> None:
         """Free the memory, once no device writes to it any more. Idempotent."""
@@ -322,7 +322,7 @@ class SenderSlots:
             start = of_device[0][0]
             with self._copying(device, ready):
                 for window, pieces in groupby(_windows(of_device, start), key=itemgetter(0)):
-                    yield start + window * wire.SLOT_BYTES, device, [(at, piece) for _, at, piece in pieces]
+                    yield start + window * messages.SLOT_BYTES, device, [(at, piece) for _, at, piece in pieces]
 
     @contextlib.contextmanager
     def _copying(self, device: torch.device, ready: Mapping[torch.device, torch.cuda.Event]) -> Iterator[None]:
@@ -360,10 +360,10 @@ class SenderSlots:
     def _slot(self, slot: int) -> torch.Tensor:
         if self._memory is None:
             self._memory = self._map()
-        return self._memory[slot * wire.SLOT_BYTES : (slot + 1) * wire.SLOT_BYTES]
+        return self._memory[slot * messages.SLOT_BYTES : (slot + 1) * messages.SLOT_BYTES]
 
     def _map(self) -> torch.Tensor:
-        size = wire.SLOTS * wire.SLOT_BYTES
+        size = messages.SLOTS * messages.SLOT_BYTES
         try:
             if self._is_shared:
                 self._descriptor = os.memfd_create("midstream-results")
@@ -377,7 +377,7 @@ class SenderSlots:
         memory = self._slot(slot)
         if slot not in self._pinned:
             is_portable = 1  # cudaHostRegisterPortable: pinned for every device
-            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), wire.SLOT_BYTES, is_portable)
+            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), messages.SLOT_BYTES, is_portable)
             if int(code):  # copies to it are right, and slower
                 _log.warning("results channel: host memory could not be pinned: %s", code)
                 with contextlib.suppress(RuntimeError):
@@ -388,11 +388,11 @@ class SenderSlots:
     def _send(self, chunk: _Filled, is_inline: bool) -> None:
         slot = self._slot(chunk.slot)
         if is_inline:
-            self._sock.sendall(wire.CHUNK.pack(wire.INLINE, chunk.size, chunk.place))
+            self._sock.sendall(messages.CHUNK.pack(messages.INLINE, chunk.size, chunk.place))
             self._sock.sendall(slot[: chunk.size].numpy().data)
             self._free.append(chunk.slot)
             return
-        header = wire.CHUNK.pack(chunk.slot, chunk.size, chunk.place)
+        header = messages.CHUNK.pack(chunk.slot, chunk.size, chunk.place)
         if self._descriptor is None:
             return self._sock.sendall(header)
         _send_with(self._sock, header, self._descriptor)
@@ -404,7 +404,7 @@ class SenderSlots:
         if not self._is_shared:
             return
         try:
-            given = self._sock.recv(wire.SLOTS, 0 if wait else socket.MSG_DONTWAIT)
+            given = self._sock.recv(messages.SLOTS, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         if not given:
@@ -420,8 +420,8 @@ def _windows(placed: list[tuple[int, torch.Tensor]], start: int) -> Iterator[tup
     for offset, tensor in placed:
         source, done = as_bytes(tensor), 0
         while done < source.numel():
-            window, at = divmod(offset - start + done, wire.SLOT_BYTES)
-            piece = source[done : done + wire.SLOT_BYTES - at]
+            window, at = divmod(offset - start + done, messages.SLOT_BYTES)
+            piece = source[done : done + messages.SLOT_BYTES - at]
             yield window, at, piece
             done += piece.numel()
 

@@ -34,10 +34,10 @@ from midstream.requests.invokes import PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
 from midstream.runtime.request import TraceRequest
 from midstream.settings import NAME, Settings
-from midstream.sweeps.running import SweepTurns
+from midstream.sweeps.sweep_run import SweepTurns
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
-from midstream.vllm.captures import RowReceiver
+from midstream.vllm.row_receiver import RowReceiver
 
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 _PATIENCE = 0.05  # seconds that coroutines may work without a step. vLLM's process begins no step while requests come without a pause

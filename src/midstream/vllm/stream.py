@@ -31,8 +31,8 @@ from midstream.requests.arguments import Answers
 from midstream.requests.invokes import InvokeResult, Item, OutputStream, put_results, sample_saves
 from midstream.runtime.request import sample_index
 from midstream.trace.code import STOPPED, Outcome
+from midstream.transport.messages import ResultHeader
 from midstream.transport.receiver import Mailbox
-from midstream.transport.wire import ResultHeader
 from midstream.vllm.engine import EngineConnection, EngineRequest
 
 _SINK_THREADS = 1024  # the number of requests that can wait for their sinks at a time

@@ -70,7 +70,7 @@ class Apply(Edit):
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function still, which is recorded when the plan meets a model (`lowering.rowwise`)."""
+        """Whether it is a function still, which is recorded when the plan meets a model (`lowering.row_programs`)."""
         return not isinstance(self.program, Program)
 
     @property

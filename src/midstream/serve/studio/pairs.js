@@ -185,7 +185,7 @@ function missingOf(name) {
   return needsFoil() ? "Another pair has a foil, so this one needs a foil, too." : "";
 }
 
-/** With columns of tokens, all patched prompts need one length, as in `columns` of midstream/sweeps/request.py. */
+/** With columns of tokens, all patched prompts need one length, as in `columns` of midstream/sweeps/cells.py. */
 function noteOfPrompt(pair, name, { ids, error }) {
   if (error) return [error, "error"];
   const { patched, isByToken } = rules();

@@ -43,7 +43,7 @@ export function visible(text) {
   return text.replace(/[\u0000-\u0020\u007f]/g, mark) || "∅";
 }
 
-/** For each token of `base`, the corresponding position of `other`, or null. As `align` of midstream/sweeps/request.py. */
+/** For each token of `base`, the corresponding position of `other`, or null. As `align` of midstream/sweeps/cells.py. */
 export function aligned(base, other) {
   if (base.length === other.length) return base.map((_, i) => i);
   const shorter = Math.min(base.length, other.length);

@@ -26,8 +26,8 @@ from midstream.lowering.client_traces import Ending
 from midstream.requests.invokes import PreparedPlan
 from midstream.runtime.request import sample_index, users_id
 from midstream.trace.code import Outcome
+from midstream.transport.messages import ResultHeader
 from midstream.transport.receiver import Mailbox
-from midstream.transport.wire import ResultHeader
 
 
 @dataclass

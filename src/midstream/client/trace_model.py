@@ -42,10 +42,10 @@ from midstream.requests.arguments import (
 )
 from midstream.requests.invokes import Invoke, InvokeResult, OutputStream, Planner, RecordAs, raise_failures
 from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
+from midstream.sweeps.cells import Metric, SweepRequest, paths_of
 from midstream.sweeps.edges import EdgeScores, attribute_edges
 from midstream.sweeps.paths import PathRun
-from midstream.sweeps.request import Metric, SweepRequest, paths_of
-from midstream.sweeps.running import SweepRun, SweepStream
+from midstream.sweeps.sweep_run import SweepRun, SweepStream
 from midstream.trace.code import RETURNED, FunctionProgram, StandingEdit, TraceProgram
 from midstream.trace.envoy import inside
 

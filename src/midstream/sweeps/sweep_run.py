@@ -41,6 +41,18 @@ from midstream.progress import Bar
 from midstream.requests.arguments import Answers, Prompt, offsets_of, spaced_answers, with_spaced
 from midstream.requests.invokes import Invoke, InvokeResult
 from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
+from midstream.sweeps.cells import (
+    SweepRequest,
+    Tokens,
+    align,
+    cells_in_order,
+    columns_of,
+    graded,
+    heads_of,
+    rows_of,
+    spaces_missing,
+    windows_of,
+)
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -53,18 +65,6 @@ from midstream.sweeps.events import (
     Summary,
     decode_event,
     encode_event,
-)
-from midstream.sweeps.request import (
-    SweepRequest,
-    Tokens,
-    align,
-    cells_in_order,
-    columns_of,
-    graded,
-    heads_of,
-    rows_of,
-    spaces_missing,
-    windows_of,
 )
 from midstream.sweeps.results import SweepResult
 

@@ -13,7 +13,7 @@ from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import NO_ROUTES
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.model import loading_arguments
+from midstream.client.trace_model import loading_arguments
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.lowering import taping
@@ -27,8 +27,8 @@ from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest,
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
 from midstream.trace.shipping import ShippedCode
 from midstream.trace.weights import Weight
-from midstream.vllm.captures import RowReceiver
 from midstream.vllm.engine import EngineConnection, EngineRequest
+from midstream.vllm.row_receiver import RowReceiver
 from midstream.vllm.stream import EngineStream
 
 

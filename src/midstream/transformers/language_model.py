@@ -20,7 +20,7 @@ from midstream.arch import detect, parts_left_out, split_heads, split_routers, u
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
-from midstream.client.model import TraceModel, loading_arguments
+from midstream.client.trace_model import TraceModel, loading_arguments
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plan.values import ModelFacts
 from midstream.requests.arguments import check_ids, prompts_of

@@ -48,8 +48,8 @@ from midstream.requests.vectors_and_runs import RunInfo, RunRequest, Runs, Vecto
 from midstream.runtime.request import Tier
 from midstream.sae import SAE
 from midstream.settings import NAME
+from midstream.sweeps.cells import MLPS, Metric, SweepRequest
 from midstream.sweeps.events import Event, Outline, decode_event
-from midstream.sweeps.request import MLPS, Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
 from midstream.trace.shipping import ShippedCode
 from midstream.transport.data import MessageReader
