@@ -11,7 +11,7 @@ import logging
 import math
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -54,7 +54,7 @@ def prompts_of(given: Any, *, checked: bool = True) -> tuple[list[Any], bool]:
         if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
             raise _no_prompt(given)
         each = list(given)
-        if all(map(_is_number, each)):
+        if _are_numbers(each):
             return [each], True
         for number, prompt in enumerate(each if checked else ()):
             with numbered(number):
@@ -116,12 +116,16 @@ def check_form(prompt: Any) -> None:
         return
     rows = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) else [None]
     row = rows[0] if len(rows) == 1 and isinstance(rows[0], (list, tuple)) else rows
-    if not all(map(_is_number, row)):
+    if not _are_numbers(row):
         raise _no_prompt(prompt)
 
 
-def _is_number(token: Any) -> bool:
-    return isinstance(token, Number) or (torch.is_tensor(token) and not token.ndim)
+def _are_numbers(tokens: Collection[Any]) -> bool:
+    """Whether each is a number, or a tensor of one. By their types, of which there are few: prompts may have millions of tokens."""
+    kinds = set(map(type, tokens))
+    tensors = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
+    are_single = not tensors or not any(token.ndim for token in tokens if type(token) in tensors)
+    return are_single and all(issubclass(kind, Number) for kind in kinds - tensors)
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
@@ -184,7 +188,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
 
     Raises PromptError if there are none, or images; for a mask with holes, and for unusual positions and token types.
     """
-    if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
+    if type(prompt) is list and set(map(type, prompt)) == {int}:
         return _not_negative(prompt.copy())
     if is_multimodal(prompt):
         raise PromptError(
