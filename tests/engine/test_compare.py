@@ -24,7 +24,7 @@ from midstream.errors import InterventionErrorGroup, TraceError, UnknownSiteErro
 REQUIRED = "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 opt gpt_neox falcon olmo2 mixtral qwen3_moe".split()
 TRANSFORMERS_BACKEND = {"gpt_neox", "olmo2", "llama_transformers", "qwen3_transformers", "gemma2_transformers"}
 # One of each kind: a single stream, two streams, norms after the blocks, parallel blocks, experts, and the Transformers backend.
-ALWAYS = {"gpt2", "qwen3", "gemma2", "falcon", "mixtral", "llama_transformers"}
+ALWAYS = {"qwen3", "gemma2", "falcon", "mixtral", "llama_transformers"}
 NAMES = [name for name in tiny_models.ARCHITECTURES if name not in tiny_models.UNSUPPORTED_ON_CPU]
 LAYERS = tiny_models.LAYERS
 AT = LAYERS // 2
@@ -95,7 +95,7 @@ def ran(runs: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """Four seconds each: one of each kind runs always, the others with `./test all`."""
+    """One of each kind runs always, the others with `./test all`."""
     return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.matrix) for name in names]
 
 

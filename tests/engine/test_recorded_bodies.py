@@ -2,7 +2,7 @@
 
 The oracle is `plain_forward.py`: plain transformers with hooks. Values, errors and tokens must agree with it, however midstream runs the
 body. `MIDSTREAM_RANDOM_BODIES=10000` sets the number of random bodies, and `MIDSTREAM_RANDOM_FIRST` the first one's seed. Without it,
-`./test` runs 200 and `./test all` 500.
+`./test` runs 100 and `./test all` 500.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from body_checks import EIFFEL, LONG, ONE, PARIS, REBINDS, THREE, Body, Oracle, 
 
 HARD = hard_bodies()
 COUNT = int(os.environ.get("MIDSTREAM_RANDOM_BODIES", "500"))
-ALWAYS = 200 if "MIDSTREAM_RANDOM_BODIES" not in os.environ else COUNT
+ALWAYS = 100 if "MIDSTREAM_RANDOM_BODIES" not in os.environ else COUNT
 FIRST = int(os.environ.get("MIDSTREAM_RANDOM_FIRST", "0"))
 CHUNK = 50
 

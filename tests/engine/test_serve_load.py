@@ -23,7 +23,7 @@ from midstream import demo_model
 
 pytestmark = pytest.mark.engine
 
-CLIENTS, SECONDS = 64, 30.0
+CLIENTS, SECONDS = 64, 20.0
 DOWNLOADS = 100
 UNREAD = 24  # more than requests in a batch, and than threads of the server's event loop
 

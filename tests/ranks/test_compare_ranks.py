@@ -31,8 +31,8 @@ def transformers_as_it_was() -> Iterator[None]:
     tiny_models.restore_transformers()
 
 
-# `unit/test_full_tensors.py` has falcon's sums, and cohere the ranks of mixtral.
-REPEATED = {"falcon", "falcon_two_norms", "mixtral"}
+# `unit/test_full_tensors.py` has the sums of falcon and of experts, and cohere the ranks of mixtral and the stages.
+REPEATED = {"falcon", "falcon_two_norms", "mixtral", "qwen2_moe", "llama_transformers"}
 
 
 @pytest.mark.parametrize(
