@@ -439,6 +439,27 @@ def test_an_adapter_of_a_smaller_model_is_refused(adapted, base, paths, tmp_path
         adapted.generate(FRANCE, lora_request=LoRARequest("small", 40, str(path)), max_tokens=1)
 
 
+def test_a_stock_engine_refuses_an_adapter_that_fits_no_module_and_runs_the_next(
+    adapted, base, merged, requests, tmp_path
+):
+    """`vllm.LLM` loads an adapter in the step of its first request, where an error would end the engine."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    wrong = adapters.write(base, base.parent / "stock", 5, named=moved)
+    for path, message in ((wrong, "fits none of the model's modules"), (tmp_path, "cannot load the adapter")):
+        asked = LoRARequest("stock", 40, str(path))
+        for given in (asked, [requests["red"], asked]):
+            prompts = [FRANCE] * len(given) if isinstance(given, list) else FRANCE
+            with pytest.raises(ParameterError, match=message) as raised:
+                adapted.engine.generate(prompts, params, lora_request=given, use_tqdm=False)
+            assert raised.value.field == "lora_request"
+    (output,) = adapted.engine.generate(FRANCE, params, lora_request=requests["red"], use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == merged["red"].generate(FRANCE, 6)
+    assert not alive(adapted)
+
+
 def test_an_adapter_that_fits_in_part_warns_with_the_names_and_the_rest_acts(adapted, base, merged):
     from vllm.lora.request import LoRARequest
 

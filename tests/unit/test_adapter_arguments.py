@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from midstream import LanguageModel
+from midstream.engine.launch import adapter_among, load_first
 from midstream.errors import ParameterError
 from midstream.requests.arguments import adapter_alone, adapter_in, adapters_of
 from midstream.requests.vectors_and_runs import LoadedAdapters
+from midstream.settings import WORKER
 
 
-def adapter(name: str, number: int, path: str = "here", load_inplace: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=load_inplace)
+@dataclass
+class adapter:
+    """As vLLM's LoRARequest."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = "here"
+    load_inplace: bool = False
 
 
 def test_the_argument_is_taken_out_of_the_parameters():
@@ -69,7 +79,7 @@ def test_adapters_that_vllm_would_mix_up_are_refused():
     with pytest.raises(ParameterError, match="number 1"):
         known.check([adapter("blue", 1)])
     with pytest.raises(ParameterError, match="number 1"):
-        known.check([adapter("red", 1, path="there")])
+        known.check([adapter("red", 1, "there")])
     on_a_server = LoadedAdapters(None)
     on_a_server.check([red, adapter("blue", 1)])  # vLLM's front end has numbered them
 
@@ -100,3 +110,38 @@ def test_an_adapter_that_failed_to_load_is_loaded_again():
         with pytest.raises(ParameterError, match="no"):
             asyncio.run(known.load([adapter("red", 1)]))
     known.check([adapter("blue", 1)])  # its number is free
+
+
+class Engine:
+    """An `AsyncLLM` whose workers load adapters, except those named "wrong"."""
+
+    errored = False
+
+    def __init__(self, worker: str = WORKER):
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
+        self.loaded = []
+
+    async def collective_rpc(self, method, args):
+        assert method == "midstream_load_adapter"
+        name = msgspec.msgpack.decode(*args)["lora_name"]
+        self.loaded.append(name)
+        return [(None, None), ("its names are wrong" if name == "wrong" else None, None)]
+
+
+def test_an_engine_loads_an_adapter_before_its_first_request():
+    async def request(engine, *args, **kwargs):
+        await load_first(engine, adapter_among(args, kwargs))
+
+    engine = Engine()
+    for _ in range(2):
+        asyncio.run(request(engine, None, adapter("red", 1)))
+        asyncio.run(request(engine, lora_request=adapter("red", 1)))
+        asyncio.run(request(engine))
+    assert engine.loaded == ["red"]
+    for _ in range(2):
+        with pytest.raises(ParameterError, match="cannot load the adapter 'wrong' from here: its names are wrong"):
+            asyncio.run(request(engine, lora_request=adapter("wrong", 2)))
+    assert engine.loaded == ["red", "wrong", "wrong"]
+    other = Engine("vllm.v1.worker.cpu_worker.CPUWorker")
+    asyncio.run(request(other, lora_request=adapter("red", 1)))
+    assert not other.loaded, "an engine without midstream's workers cannot be asked"

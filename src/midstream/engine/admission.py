@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from midstream.engine.launch import adapter_among, load_first
 from midstream.errors import MidstreamError, PlanError
 from midstream.memory import Memory
 from midstream.plan import fields
@@ -122,7 +123,10 @@ def json_size(given: Any) -> int:
 
 
 def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An `AsyncLLM.add_request` that parses strangers' plans on another thread, since it runs on the server's event loop."""
+    """An `AsyncLLM.add_request` that parses strangers' plans on another thread, since it runs on the server's event loop.
+
+    It also has the workers load a new adapter first.
+    """
     from vllm.v1.engine import EngineCoreRequest
 
     async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +140,7 @@ def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise as_client_error(error) from error
             params = copy.copy(params)
             params.extra_args = {**(extra or {}), NAME: own}
+        await load_first(self, adapter_among(args, kwargs))
         return await original(self, request_id, prompt, params, *args, **kwargs)
 
     return add_request

@@ -10,10 +10,12 @@ import shutil
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -32,6 +34,8 @@ _SHUTDOWN_SECONDS, _HURRY_SECONDS = 15.0, 0.3
 _NOTICE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between two looks at whether the engine is alive
 _BASE = "VLLM_RPC_BASE_PATH"
+# The numbers of the adapters that each engine has loaded.
+_adapters: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 _LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
 
 _SERVED_PARAMETERS = (  # of vLLM's SamplingParams
@@ -377,6 +381,60 @@ def check_adapters_fit_one_step(config: Any, adapters: Iterable[Any]) -> None:
             f"{most}. Start the engine with a larger max_loras.",
             field="lora_request",
         )
+
+
+def loading_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An `LLMEngine.add_request` that has the workers load an adapter before its first request. Raises ParameterError if they cannot.
+
+    vLLM loads it in the step of that request, where an error ends the engine.
+    """
+
+    def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_new(self, adapter := adapter_among(args, kwargs)):
+            check_loaded(self, adapter, call_workers(self, *loading(adapter)))
+        return original(self, request_id, prompt, params, *args, **kwargs)
+
+    return add_request
+
+
+async def load_first(engine: Any, adapter: Any) -> None:
+    """Have the workers of an `AsyncLLM` load an adapter, or None, before its first request. Raises ParameterError if they cannot."""
+    if _is_new(engine, adapter):
+        check_loaded(engine, adapter, await call_workers(engine, *loading(adapter)))
+
+
+def adapter_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The adapter among the arguments of `add_request` behind `params`; None for none."""
+    return kwargs.get("lora_request") or next(iter(args[1:2]), None)
+
+
+def _is_new(engine: Any, adapter: Any) -> bool:
+    """Whether an engine with midstream's workers has yet to load the adapter."""
+    if adapter is None or engine.vllm_config.parallel_config.worker_cls != WORKER:
+        return False
+    return adapter.load_inplace or adapter.lora_int_id not in _adapters.get(engine, ())
+
+
+def loading(adapter: Any) -> tuple[str, bytes]:
+    """The method of the workers that loads an adapter, and its argument."""
+    return "midstream_load_adapter", msgspec.msgpack.encode(adapter)
+
+
+def check_loaded(engine: Any, adapter: Any, answers: Sequence[tuple[str | None, str | None]]) -> None:
+    """Raise ParameterError if a worker could not load an adapter, and warn of the parts that the workers do not apply.
+
+    Args:
+        engine: the `LLMEngine` or `AsyncLLM`.
+        answers: of that method, from each worker.
+    """
+    if reason := next((failure for failure, _ in answers if failure), None):
+        raise ParameterError(
+            f"lora_request: vLLM cannot load the adapter {adapter.lora_name!r} from {adapter.lora_path}: {reason}",
+            field="lora_request",
+        )
+    for text in dict.fromkeys(warning for _, warning in answers if warning):
+        warnings.warn(text, UserWarning, stacklevel=3)
+    _adapters.setdefault(engine, set()).add(adapter.lora_int_id)
 
 
 def may_load_adapters() -> bool:

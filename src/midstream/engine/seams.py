@@ -99,8 +99,11 @@ REPLACES, SUBCLASSES, SETS, CALLS, READS = Does
 # fmt: off
 _FRONT_END = (
     Seam("vllm.v1.engine.async_llm.AsyncLLM.add_request", REPLACES, "midstream.engine.admission.parsing_on_a_thread",
-         "Parses plans from HTTP on a separate thread: the event loop that calls this serves everyone.",
+         "Parses plans from HTTP on a separate thread: the event loop that calls this serves everyone. Loads new adapters first.",
          signature="(request_id, prompt, params, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.llm_engine.LLMEngine.add_request", REPLACES, "midstream.engine.launch.loading_adapters",
+         "vLLM loads an adapter in the step of its first request, where an error ends the engine; this loads it before.",
+         signature="(request_id, prompt, params, **rest)", role=Role.FRONT_END, seen="0.32"),
     Seam("vllm.v1.engine.input_processor.InputProcessor.process_inputs", REPLACES, "midstream.engine.admission.checking_plans",
          "Checks a request's plan where its token ids are first known, and puts it into its wire form.",
          signature="(**rest) -> EngineCoreRequest", role=Role.FRONT_END),
@@ -132,7 +135,7 @@ _FRONT_END = (
                  "enqueue(prompts, sampling_params, *, lora_request, use_tqdm); collective_rpc(method, *, args); llm_engine"),
     Seam("vllm.v1.engine.llm_engine.LLMEngine", CALLS, "midstream.engine.launch.step",
          "Steps and aborts requests, and reaches the configuration and the engine core's client.",
-         members="step(); abort_request(request_ids); engine_core; vllm_config"),
+         members="step(); abort_request(request_ids); collective_rpc(method, *, args); engine_core; vllm_config"),
     Seam("vllm.tokenizers.cached_tokenizer_from_config", CALLS, "midstream.engine.worker.Worker._front_ends_tokenizer",
          "The tokenizer that looks for stop strings.", optional="Traces may see a step beyond a stop string."),
     Seam("vllm.v1.engine.detokenizer.IncrementalDetokenizer", CALLS, "midstream.engine.worker.Worker._ends_text",

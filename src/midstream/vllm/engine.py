@@ -13,7 +13,6 @@ import secrets
 import selectors
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -22,11 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from midstream.capture.sinks import Sinks
 from midstream.engine import launch
-from midstream.errors import EngineClosedError, MidstreamError, ParameterError, TraceError
+from midstream.errors import EngineClosedError, MidstreamError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
 from midstream.requests.arguments import Answers
@@ -191,14 +188,8 @@ class EngineConnection:
         return await results if self.is_async else results
 
     async def _load_adapter(self, adapter: Any) -> None:
-        answers = await self.call_workers("midstream_load_adapter", msgspec.msgpack.encode(adapter))
-        if reason := next((failure for failure, _ in answers if failure), None):
-            raise ParameterError(
-                f"lora_request: vLLM cannot load the adapter {adapter.lora_name!r} from {adapter.lora_path}: {reason}",
-                field="lora_request",
-            )
-        for text in dict.fromkeys(warning for _, warning in answers if warning):
-            warnings.warn(text, UserWarning, stacklevel=2)
+        answers = await self.call_workers(*launch.loading(adapter))
+        launch.check_loaded(getattr(self.engine, "llm_engine", self.engine), adapter, answers)
 
     async def start(self) -> None:
         """Connect the workers. To be called before the first request."""
