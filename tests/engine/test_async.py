@@ -401,6 +401,19 @@ def test_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain: Pl
     torch.testing.assert_close(torch.tensor(list(seen[0].values())), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_missing_space_is_warned_of_when_the_outputs_are_there(model: VLLM, drive: Drive) -> None:
+    async def main(is_iterated: bool) -> None:
+        stream = model.generate([EIFFEL, FRANCE], answers=[[" London"], ["Paris"]], max_tokens=2, **GREEDY)
+        with pytest.warns(UserWarning, match="answers has 'Paris'. After prompt 1 the token ' Paris' is"):
+            if is_iterated:
+                assert [set(output.answers) async for output in stream if output.finished]
+            else:
+                await stream
+
+    for is_iterated in (False, True):
+        drive(main(is_iterated))
+
+
 async def written(directory: Path, seconds: float = 60.0) -> None:
     """Until there are captures, which the workers write when they hear of the request's end."""
     deadline = time.monotonic() + seconds

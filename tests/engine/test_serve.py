@@ -401,6 +401,23 @@ def test_answers_are_the_log_probabilities_of_transformers(client: openai.OpenAI
     assert len(complete(client, [FRANCE, TOWER], field(answers=[" Rome"])).midstream["answers"]) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_missing_space_is_warned_of_in_the_response(client: openai.OpenAI, stream: bool) -> None:
+    def answered(prompt: Any, *answers: Any) -> dict[str, Any]:
+        found = complete(client, prompt, field(answers=[*answers]), stream=stream)
+        return (list(found)[-1] if stream else found).midstream
+
+    found = answered(FRANCE, "Paris")
+    (text,) = found["warnings"]
+    assert text.startswith(
+        "answers has 'Paris'. After the prompt the token ' Paris' is more than 1,000,000 times as likely"
+    )
+    assert list(found["answers"]) == ["Paris"]
+    assert "After prompt 0 the token ' Paris' is" in answered([TOWER, FRANCE], "Paris")["warnings"][0]
+    for right in ([" Paris"], ["Paris", " Paris"]):
+        assert list(answered(FRANCE, *right)) == ["answers"]
+
+
 # ------------------------------------------------------------------------------------------------- sparse autoencoders
 
 

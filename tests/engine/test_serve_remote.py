@@ -113,6 +113,12 @@ def test_plans_change_and_capture_as_hooks_do(model: Remote, plain: Plain) -> No
     assert output.outputs[0].text == plain.decode(output.outputs[0].token_ids)
 
 
+def test_an_answer_that_lacks_its_space_is_warned_of(model: Remote) -> None:
+    with pytest.warns(UserWarning, match="answers has 'Paris'. After prompt 1 the token ' Paris' is more than"):
+        outputs = model.generate([TOWER, FRANCE], answers=[[" London"], ["Paris"]], max_tokens=1)
+    assert [list(output.answers) for output in outputs] == [[" London"], ["Paris"]]
+
+
 def test_selectors_from_outside_choose_rows(model: Remote, plain: Plain) -> None:
     """The server has their package, too; also what a run keeps."""
     plan = [

@@ -1,11 +1,14 @@
 """Answers graded by token id (issue 3, E4): against the logits of a plain transformers model, far outside the likeliest tokens too."""
 
+import re
+
 import pytest
 import torch
+from spaceless import spaceless, warned
 
 from midstream import Patch
 from midstream.errors import PromptError, TraceError
-from midstream.requests.arguments import answers_of
+from midstream.requests.arguments import MAX_ANSWERS, Answers, answers_of
 
 PROMPTS = ["The capital of France is", "The capital of Italy is"]
 GREEDY = {"max_tokens": 1, "temperature": 0.0}
@@ -91,3 +94,37 @@ def test_a_list_for_all_prompts_and_one_for_each_are_told_apart():
     assert answers_of([[3]], 1, None, 10) == answers_of(3, 1, None, 10) == [{3: 3}]
     with pytest.raises(PromptError, match="True"):
         answers_of(True, 1, None, 10)
+
+
+def test_an_answer_that_lacks_its_space_is_warned_of(model, plain):
+    """Once for a call. The log-probabilities stay those of the given answers."""
+    text, times = spaceless(plain, PROMPTS[1], 300, 1e4)
+    outputs = []
+    (message,) = warned(lambda: outputs.extend(model.generate(PROMPTS[1], answers=[" Rome", text], **GREEDY)))
+    said = re.fullmatch(
+        rf"answers has '{text}'\. After the prompt the token ' {text}' is ([\d,]+) times as likely: .* give ' {text}'\.",
+        message,
+    )
+    assert int(said[1].replace(",", "")) == pytest.approx(times, rel=0.05)
+    expected = logprobs(plain, PROMPTS[1])[[plain.token(" Rome"), plain.token(text)]]
+    assert list(outputs[0].answers) == [" Rome", text]
+    torch.testing.assert_close(torch.tensor(list(outputs[0].answers.values())), expected, rtol=1e-4, atol=1e-3)
+    (message,) = warned(lambda: model.generate(PROMPTS, answers=[[" Paris"], ["Rome", text]], max_tokens=3))
+    assert "answers has 'Rome'. After prompt 1 the token ' Rome' is more than 1,000,000 times as likely" in message
+    assert message.endswith(f"If you mean that word, give ' Rome'. The same holds for ['{text}'].")
+
+
+def test_an_answer_that_may_stand_without_a_space_is_not_warned_of(model, plain):
+    """Nor is one that was given as a token id, or in both forms."""
+    text, _ = spaceless(plain, PROMPTS[0], 5, 70)
+    assert not warned(lambda: model.generate(PROMPTS[0], answers=[text, " Paris", plain.token("Paris")], **GREEDY))
+    assert not warned(lambda: model.generate(PROMPTS[0], answers=["Paris", " Paris"], **GREEDY))
+
+
+def test_texts_with_a_space_are_graded_as_far_as_there_is_room():
+    """vLLM takes no more tokens for a request."""
+    spaced = {number: (f" {number}", 1000 + number) for number in range(MAX_ANSWERS)}
+    for count in (1, MAX_ANSWERS - 1, MAX_ANSWERS):
+        answers = Answers({number: number for number in range(count)}, spaced)
+        assert len(answers.token_ids) == len({*answers.token_ids}) <= MAX_ANSWERS
+        assert answers.token_ids[:count] == [*answers]

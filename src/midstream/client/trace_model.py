@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -39,6 +40,7 @@ from midstream.requests.arguments import (
     prompt_in,
     prompts_of,
     sampling,
+    spaces_warning,
 )
 from midstream.requests.invokes import Invoke, InvokeResult, OutputStream, Planner, RecordAs, raise_failures
 from midstream.requests.vectors_and_runs import RunRequest, Runs, Vectors, run_now
@@ -68,6 +70,12 @@ def loading_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ParameterError("torch_dtype is another name of dtype; give one of them.")
         given["dtype"] = given.pop("torch_dtype")
     return given
+
+
+def _warn_of_spaces(results: Sequence[InvokeResult]) -> None:
+    """Warn the caller of `generate` about answers that most likely lack the space before them."""
+    if (text := spaces_warning([result.missing for result in results])) is not None:
+        warnings.warn(text, stacklevel=3)
 
 
 def _refuse_in_trace(name: str) -> None:
@@ -397,9 +405,12 @@ class TraceModel(Sizes):
         own = zip(each, plans, asked, self.adapters_of(adapter, len(each)), strict=True)
         invokes = [Invoke(p, None, params, q, a, edits=chosen, adapter=b) for p, q, a, b in own]
         running = self._run_with_bar(invokes, progress=progress)
+        running.when_done = _warn_of_spaces
         if self._is_async:
             return running
-        return [result.output for result in self._finish(self._results(running))]
+        results = self._finish(self._results(running))
+        _warn_of_spaces(results)
+        return [result.output for result in results]
 
     def collect(
         self,
@@ -623,7 +634,7 @@ class TraceModel(Sizes):
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
-            return [{}] * prompts
+            return [Answers()] * prompts
         if clash := {"logprobs", "logprob_token_ids"} & params.keys():
             raise PromptError(f"answers= takes the place of {' and '.join(sorted(clash))}; give one of them.")
         return self._answer_tokens(given, prompts)

@@ -16,6 +16,7 @@ from midstream.capture.rows import Captured
 from midstream.errors import ChannelError, MidstreamError, RemoteError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk, Scores, chunks_of
+from midstream.requests.arguments import MissingSpace
 from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.code import Failure, Outcome
@@ -135,7 +136,7 @@ class Update:
         samples: with their new text, tokens and scores only.
         outcomes: None while the request runs, and so are the following attributes. A failure is the error to raise.
         captures: one for each sample.
-        error: as of `InvokeResult`.
+        error, missing: as of `InvokeResult`.
     """
 
     index: int
@@ -149,9 +150,10 @@ class Update:
     captures: list[Captured | None] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: MidstreamError | None = None
+    missing: list[MissingSpace] = field(default_factory=list)
 
 
-for _kind in (Update, RemoteSample, Logprob, Outcome):
+for _kind in (Update, RemoteSample, Logprob, MissingSpace, Outcome):
     register_data_kind(_kind)
 register_data_kind(Captured, lambda captured: captured.__reduce__()[1], Captured.of)
 
@@ -183,7 +185,8 @@ class UpdateWriter:
             for each in result.outcomes
         ]
         captures = output.captures if isinstance(output.captures, list) else [output.captures]
-        return Update(*fields, sent(output.saves), outcomes, captures, _logprobs(output.prompt_logprobs), result.error)
+        rest = outcomes, captures, _logprobs(output.prompt_logprobs), result.error, [*result.missing]
+        return Update(*fields, sent(output.saves), *rest)
 
     def _sample(self, sample: Any) -> RemoteSample:
         characters, tokens, scores = self._sent.get(sample.index, (0, 0, 0))
@@ -256,7 +259,7 @@ class OutputReader:
             outcome.values = received(outcome.values)
             if (error := outcome.failure) is not None:
                 outcome.failure = _ReceivedFailure(None, type(error).__name__, [], str(error), [], received=error)  # type: ignore[arg-type]
-        return output, InvokeResult(new.outcomes, output, error=new.error)
+        return output, InvokeResult(new.outcomes, output, error=new.error, missing=new.missing)
 
 
 def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> None:

@@ -671,7 +671,7 @@ class Remote(DescribedModel):
 
     def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
         """The answers of each prompt; the server finds their token ids."""
-        return [dict.fromkeys(answers, -1) for answers in answers_by_prompt(given, prompts)]
+        return [Answers(dict.fromkeys(answers, -1)) for answers in answers_by_prompt(given, prompts)]
 
 
 class _OnServer(MutableMapping[str, Any]):

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -488,7 +488,67 @@ def sampling(
 
 # Answers: tokens to grade as the first token after the prompt. They are looked up by id, so unlikely ones have a value, too.
 
-Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
+MAX_ANSWERS = 128  # of one prompt, as vLLM has it
+FAR_LIKELIER = math.log(100)  # nats
+
+
+class MissingSpace(NamedTuple):
+    """An answer that most likely lacks the space before it: the token of its text with a space is far likelier.
+
+    Attributes:
+        spaced: the text with a space.
+        nats: the log-probability of that token, minus the answer's.
+    """
+
+    answer: str | int
+    spaced: str
+    nats: float
+
+    def warning(self, name: str, after: str) -> str:
+        """A text for the user. `name`: of the argument, and a verb; `after`: the prompt, in words."""
+        times = f"{math.exp(self.nats):,.0f}" if self.nats < math.log(1e6) else "more than 1,000,000"
+        return (
+            f"{name} {self.answer!r}. After {after} the token {self.spaced!r} is {times} times as likely: most words are one token with "
+            f"the space before them. If you mean that word, give {self.spaced!r}."
+        )
+
+
+class Answers(dict[str | int, int]):
+    """The answers of a prompt, as texts or token ids, with their token ids.
+
+    Args:
+        tokens: the token id of each answer.
+        spaced: for answers without a space before them, their text with a space and its token id, as `with_space` returns them. These are
+            graded, too, if there is room for them, and not shown.
+    """
+
+    def __init__(
+        self,
+        tokens: Mapping[str | int, int] = MappingProxyType({}),
+        spaced: Mapping[str | int, tuple[str, int]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(tokens)
+        own, room = set(self.values()), max(MAX_ANSWERS - len(self), 0)
+        others = [(answer, each) for answer, each in spaced.items() if each[1] not in own]
+        self._spaced = dict(others[:room])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that `graded` needs the log-probabilities of."""
+        return [*self.values(), *(token for _, token in self._spaced.values())]
+
+    def graded(self, logprob: Callable[[int], Any]) -> tuple[dict[str | int, float], list[MissingSpace]]:
+        """The log-probability of each answer, and the answers that most likely lack the space before them.
+
+        Args:
+            logprob: the log-probability of a token in nats.
+        """
+        grades = {answer: float(logprob(token)) for answer, token in self.items()}
+        each = [
+            MissingSpace(answer, text, float(logprob(token)) - grades[answer])
+            for answer, (text, token) in self._spaced.items()
+        ]
+        return grades, [one for one in each if one.nats > FAR_LIKELIER]
 
 
 def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_size: int) -> list[Answers]:
@@ -500,12 +560,20 @@ def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_siz
     Raises:
         PromptError: an answer is not one token of the model, or the number of lists differs from the number of prompts.
     """
-
     each = answers_by_prompt(given, prompts)
-    tokens = {
-        id(answers): {answer: _answer_token(answer, tokenizer, vocab_size) for answer in answers} for answers in each
+    lists = {id(own): own for own in each}
+    tokens, spaced = dict[str | int, int](), dict[str | int, tuple[str, int]]()
+    for answer in dict.fromkeys(answer for own in lists.values() for answer in own):
+        tokens[answer] = _answer_token(answer, tokenizer, vocab_size)
+        if isinstance(answer, str) and (found := with_space(answer, tokens[answer], tokenizer())) is not None:
+            spaced[answer] = found  # a token id says which token is meant
+    made = {
+        key: Answers(
+            {answer: tokens[answer] for answer in own}, {answer: spaced[answer] for answer in own if answer in spaced}
+        )
+        for key, own in lists.items()
     }
-    return [tokens[id(answers)] for answers in each]
+    return [made[id(own)] for own in each]
 
 
 def answers_by_prompt(given: Any, prompts: int) -> list[list[Any]]:
@@ -544,45 +612,24 @@ def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: i
     return int(ids[0])
 
 
-FAR_LIKELIER = math.log(100)  # nats
-
-
-def spaced_answers(answers: Answers, tokenizer: Any) -> dict[str | int, tuple[str, int]]:
-    """The answers without a space before them: each one's text with a space, and the token id of that.
-
-    Only answers whose text with a space is one other token. `missing_space` compares the two tokens.
-    """
-    found = {}
-    for answer, token in answers.items():
-        text = answer if isinstance(answer, str) else tokenizer.decode([token])
-        if text and not text[0].isspace():
-            ids = tokenizer(f" {text}", add_special_tokens=False)["input_ids"]
-            if len(ids) == 1 and ids[0] != token:
-                found[answer] = f" {text}", int(ids[0])
-    return found
-
-
-def with_spaced(answers: Answers, spaced: Mapping[str | int, tuple[str, int]]) -> Answers:
-    """The answers and the spaced texts, to be graded together."""
-    return {**answers, **{text: token for text, token in spaced.values()}}
-
-
-def missing_space(name: str, answer: str | int, spaced: str, after: str, nats: float) -> str | None:
-    """A warning about an answer that most likely lacks the space before it; None if it does not.
-
-    Args:
-        name: of its argument.
-        spaced: its text with a space.
-        after: the prompt, in words.
-        nats: the log-probability of the spaced token after this prompt, minus the answer's.
-    """
-    if not nats > FAR_LIKELIER:
+def with_space(answer: str | int, token: int, tokenizer: Any) -> tuple[str, int] | None:
+    """The text of an answer with a space before it, and its token id; None if it has a space, or if that text is not one other token."""
+    text = answer if isinstance(answer, str) else tokenizer.decode([token])
+    if not text or text[0].isspace():
         return None
-    times = f"{math.exp(nats):,.0f}" if nats < math.log(1e6) else "more than 1,000,000"
-    return (
-        f"{name} is {answer!r}. After {after} the token {spaced!r} is {times} times as likely: most words are one token with the space "
-        f"before them. If you mean that word, give {name}={spaced!r}."
-    )
+    ids = tokenizer(f" {text}", add_special_tokens=False)["input_ids"]
+    return (f" {text}", int(ids[0])) if len(ids) == 1 and ids[0] != token else None
+
+
+def spaces_warning(each: Sequence[Sequence[MissingSpace]]) -> str | None:
+    """A warning about answers that most likely lack the space before them, by prompt; None if there are none."""
+    found = [(number, one) for number, own in enumerate(each) for one in own]
+    if not found:
+        return None
+    number, first = found[0]
+    text = first.warning("answers has", "the prompt" if len(each) == 1 else f"prompt {number}")
+    others = [*dict.fromkeys(one.answer for _, one in found if one.answer != first.answer)]
+    return f"{text} The same holds for {reprlib.repr(others)}." if others else text
 
 
 # Adapters (LoRA): `lora_request=` on `VLLM`, `model=` on `Remote`.

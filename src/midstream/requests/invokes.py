@@ -54,7 +54,7 @@ from midstream.plan.values import (
     resolve_spans,
     with_digests,
 )
-from midstream.requests.arguments import Answers, Prompt, encode, is_multimodal, offsets_of
+from midstream.requests.arguments import Answers, MissingSpace, Prompt, encode, is_multimodal, offsets_of
 from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import plan_bytes
 from midstream.trace.block import Block
@@ -86,7 +86,7 @@ class Invoke:
     program: TraceProgram | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
-    answers: Answers = field(default_factory=dict)
+    answers: Answers = field(default_factory=Answers)
     is_elsewhere: bool = False
     collected: Collected | None = None
     record: RecordAs | None = None
@@ -108,12 +108,14 @@ class InvokeResult:
         output: the request's final output.
         plan: the plan that it ran with.
         error: why its plan or its captures failed.
+        missing: the answers that most likely lack the space before them.
     """
 
     outcomes: list[Outcome]
     output: Any
     plan: PreparedPlan | None = None
     error: MidstreamError | None = None
+    missing: Sequence[MissingSpace] = ()
 
     def errors(self) -> Iterator[MidstreamError]:
         for outcome in self.outcomes:

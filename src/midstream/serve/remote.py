@@ -31,12 +31,11 @@ from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.remote.calls import MAX_PROMPTS, CallEntry, RemoteCall, UpdateWriter
-from midstream.requests.arguments import answers_of
+from midstream.requests.arguments import MAX_ANSWERS, answers_of
 from midstream.requests.invokes import Invoke, OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.gate import error_response
 from midstream.serve.requests import (
-    MAX_ANSWERS,
     Server,
     adapter_of,
     new_router,

@@ -56,7 +56,7 @@ from midstream.plan.strangers import check_strangers
 from midstream.plan.values import Plan, Span
 from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.requests.arguments import answers_of
+from midstream.requests.arguments import MAX_ANSWERS, MissingSpace, answers_of, spaces_warning
 from midstream.requests.invokes import Invoke
 from midstream.runtime.request import Envelope
 from midstream.sae import SAE
@@ -70,7 +70,6 @@ from midstream.vllm.vllm_model import VLLM
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
-MAX_ANSWERS = 128  # as vLLM has it
 MAX_SCORES = 1 << 16  # numbers of the probes of one request
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
@@ -509,6 +508,7 @@ class ServedRequest:
         self.inline = MAX_INLINE_BYTES if inline else 0  # bytes that may still be put inline
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float | None] | None] = []
+        self._missing: list[Sequence[MissingSpace]] = []  # by prompt, as of `InvokeResult`
         self._most_scores = 0  # that all of its choices can have
         self._scored: dict[int, _ScoredChoice] = {}  # by the number of the choice
         self._stops: dict[int, str] = {}  # the choices that a probe has ended
@@ -542,6 +542,7 @@ class ServedRequest:
                 allowed = f"up to {MAX_SCORES} over HTTP, all choices together: set a smaller max_tokens, or select fewer tokens"
                 raise fields.refuse("the plan", f"probes with {self._most_scores} scores", allowed)
         self._graded.append(None)
+        self._missing.append(())
         self._unfinished += 1
         self._server.planned += 1
 
@@ -557,6 +558,7 @@ class ServedRequest:
                             if result is not None:
                                 if result.error is not None:
                                     raise result.error
+                                self._missing[number] = result.missing
                                 await self._finish(number, output)
                             yield output
 
@@ -586,7 +588,7 @@ class ServedRequest:
 
     def answer(self) -> dict[str, Any]:
         """The response's field: `captures` and `scores` if the plan has any, and `answers`; for several prompts, a list of answers, and for
-        several choices a list of scores. `stop_reason` if a probe has ended a choice.
+        several choices a list of scores. `stop_reason` if a probe has ended a choice. `warnings` about answers without their space.
 
         Empty if a prompt failed.
         """
@@ -605,6 +607,8 @@ class ServedRequest:
             found["stop_reason"] = stops[0] if len(stops) == 1 else stops
         if self.answers:
             found["answers"] = self._graded[0] if len(self._graded) == 1 else self._graded
+        if (text := spaces_warning(self._missing)) is not None:
+            found["warnings"] = [text]
         return found
 
     def _with_scores(self, event: str) -> str:

@@ -10,7 +10,7 @@ from midstream.errors import ParameterError, PlanError, PromptError, about
 from midstream.plan import fields
 from midstream.plan.fields import Span, nearest, span_positions
 from midstream.plan.values import ModelFacts
-from midstream.requests.arguments import Answers, missing_space, prompts_of
+from midstream.requests.arguments import Answers, MissingSpace, prompts_of, with_space
 from midstream.sites import LAYER_SITES, hook_hint, site_of
 from midstream.sweeps.events import Column, Grid, Paths
 
@@ -137,31 +137,25 @@ def graded(model: Any, answer: Any, foil: Any) -> Answers:
         (found,) = model._answer_tokens([asked], 1)
     if len({*found.values()}) != len(asked):
         raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.", field="foil")
-    return found  # type: ignore[no-any-return]
+    spaced = {each: with_space(each, token, model.tokenizer) for each, token in found.items()}
+    return Answers(found, {each: text for each, text in spaced.items() if text is not None})
 
 
-def spaces_missing(
-    answers: Answers,
-    spaced: Mapping[str | int, tuple[str, int]],
-    logprobs: Sequence[Mapping[str | int, float]],
-    pair: int | None,
-) -> list[str]:
+def spaces_missing(answers: Answers, missing: Sequence[Sequence[MissingSpace]], pair: int | None) -> list[str]:
     """Warnings about an answer or a foil that most likely lacks the space before it.
 
     Args:
         answers: the answer and, if there is one, the foil.
-        spaced: `spaced_answers` of them.
-        logprobs: of answers and spaced texts, after the clean prompt and, if there is one, after the corrupt prompt. The answer belongs to
-            the clean prompt, and the foil to the corrupt one.
+        missing: those that lack a space after the clean prompt and, if there is one, after the corrupt prompt. The answer belongs to the
+            clean prompt, and the foil to the corrupt one.
         pair: the pair's number; None if there is only one.
     """
-    found, last = list[str | None](), len(logprobs) - 1
+    found = list[str]()
     for number, (name, answer) in enumerate(zip(("answer", "foil"), answers, strict=False)):
-        if answer in spaced:
-            text, here = spaced[answer][0], logprobs[min(number, last)]
-            after = f"the {('clean', 'corrupt')[min(number, last)]} prompt{'' if pair is None else f' of pair {pair}'}"
-            found.append(missing_space(name, answer, text, after, here[text] - here[answer]))
-    return [each for each in found if each is not None]
+        which = min(number, len(missing) - 1)
+        after = f"the {('clean', 'corrupt')[which]} prompt{'' if pair is None else f' of pair {pair}'}"
+        found += [each.warning(f"{name} is", after) for each in missing[which] if each.answer == answer]
+    return found
 
 
 def one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:

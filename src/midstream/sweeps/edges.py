@@ -22,7 +22,6 @@ import torch
 
 from midstream.errors import ParameterError, PromptError, about
 from midstream.plots import plot_heatmap
-from midstream.requests.arguments import spaced_answers, with_spaced
 from midstream.sweeps.cells import SweepRequest, graded, one_of, spaces_missing
 from midstream.sweeps.results import dataframe
 
@@ -121,10 +120,8 @@ def attribute_edges(model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any
         scores_SR, *both = _scores(model, clean_ids, corrupt_ids, [*tokens.values()])
         by_pair.append(np.where(comes_before, scores_SR, np.nan))
         values.append([float(_metric(logprobs_V, [*tokens.values()])) for logprobs_V in both])
-        spaced = spaced_answers(tokens, model.tokenizer)
-        of_each = with_spaced(tokens, spaced)
-        found = [{answer: float(logprobs_V[token]) for answer, token in of_each.items()} for logprobs_V in both]
-        for text in spaces_missing(tokens, spaced, found, number if len(pairs) > 1 else None):
+        missing = [tokens.graded(logprobs_V.__getitem__)[1] for logprobs_V in both]
+        for text in spaces_missing(tokens, missing, number if len(pairs) > 1 else None):
             warnings.warn(text, stacklevel=3)
     each = np.array(values)
     return EdgeScores([name for name, _ in senders], [name for name, _ in receivers], np.stack(by_pair), *each.T)

@@ -164,7 +164,7 @@ class PathRun(SweepRun):
         numbers = [i for i, job in enumerate(group) if job.plan]  # the others are runs without a patch
         records = [(uuid.uuid4().hex, new_name(), "") for _ in numbers]
         invokes = [
-            dataclasses.replace(self._invoke(ids, group[i].plan + Plan((capture,)), {}), record=record)
+            dataclasses.replace(self._invoke(ids, group[i].plan + Plan((capture,)), Answers()), record=record)
             for i, record in zip(numbers, records, strict=True)
         ]
         results = await self._model._run(invokes).gathered() if invokes else []

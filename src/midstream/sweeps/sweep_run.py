@@ -38,7 +38,7 @@ import numpy as np
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PlanError, about
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
-from midstream.requests.arguments import Answers, Prompt, offsets_of, spaced_answers, with_spaced
+from midstream.requests.arguments import Answers, Prompt, offsets_of
 from midstream.requests.invokes import Invoke, InvokeResult
 from midstream.requests.vectors_and_runs import RunRequest, finish_cleanup
 from midstream.sweeps.cells import (
@@ -111,7 +111,6 @@ class SweepRun:
         if asked.source != "run":
             self._others = [None] * len(clean)  # an ablation reads no position of another prompt
         self._answers = [graded(model, *pair) for pair in zip(asked.answer, asked.foil, strict=True)]
-        self._spaced = [spaced_answers(answers, model.tokenizer) for answers in self._answers]
         rows = rows_of(asked.layers, asked.sites, model.facts)
         grid = Grid(
             list(asked.sites),
@@ -304,8 +303,8 @@ class SweepRun:
         plan = Plan(tuple(Capture(site, layers=layers, positions="all_prompt") for site in sites))
         sums: dict[Any, Any] = {}
         for base in self._bases:
-            output = await self._one(base.ids, plan, {})
-            for key, rows in output.captures.items():
+            result = await self._one(base.ids, plan, Answers())
+            for key, rows in result.output.captures.items():
                 sums[key] = sums.get(key, 0) + rows.double().sum(0)
         count = sum(len(base.ids) for base in self._bases)
         self._means = {key: (total / count).float().numpy() for key, total in sums.items()}
@@ -313,18 +312,16 @@ class SweepRun:
 
     async def _baselines(self, number: int) -> Baselines:
         """Run both prompts without a patch, each alone."""
-        answers, spaced = self._answers[number], self._spaced[number]
+        answers, pair = self._answers[number], number if len(self._answers) > 1 else None
         prompts = [asked[number] for asked in (self.asked.clean, self.asked.corrupt) if asked is not None]
-        outputs = [await self._one(prompt, Plan(), with_spaced(answers, spaced)) for prompt in prompts]
-        each = [_logprobs(output, answers) for output in outputs]
-        warned = spaces_missing(
-            answers, spaced, [output.answers for output in outputs], number if len(self._answers) > 1 else None
-        )
+        results = [await self._one(prompt, Plan(), answers) for prompt in prompts]
+        each = [_logprobs(result.output, answers) for result in results]
+        warned = spaces_missing(answers, [result.missing for result in results], pair)
         return Baselines(number, each[0], each[1] if len(each) > 1 else None, warned)
 
-    async def _one(self, prompt: Prompt, plan: Plan, answers: Answers) -> Any:
+    async def _one(self, prompt: Prompt, plan: Plan, answers: Answers) -> InvokeResult:
         (result,) = await self._model._results(self._model._run([self._invoke(prompt, plan, answers)]))
-        return result.output
+        return result
 
     def _invoke(self, prompt: Prompt, plan: Plan, answers: Answers, **params: Any) -> Invoke:
         params = {"max_tokens": 1, "temperature": 0.0, **params}
@@ -439,7 +436,7 @@ class SweepRun:
 
     def _invokes(self, ids: list[int], answers: Answers, job: Job) -> list[Invoke]:
         graded = self._invoke(ids, job.plan, answers)
-        return [graded, self._invoke(ids, job.plan, {}, logprobs=self.asked.top)] if self.asked.top else [graded]
+        return [graded, self._invoke(ids, job.plan, Answers(), logprobs=self.asked.top)] if self.asked.top else [graded]
 
     def _ended(self, job: Job, results: Sequence[InvokeResult], answers: Answers) -> Event | None:
         """The job's event with its log-probabilities, or with the reason why it is void. None for a failed noise run."""

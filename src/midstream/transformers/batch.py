@@ -29,7 +29,7 @@ from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.compile import compile_plan
 from midstream.plan.probes import ScoreChunk, Scores
 from midstream.plan.values import not_finite
-from midstream.requests.arguments import FORWARD_ARGUMENTS
+from midstream.requests.arguments import FORWARD_ARGUMENTS, MissingSpace
 from midstream.requests.invokes import Invoke, InvokeResult, PreparedPlan, put_results, saves_of
 from midstream.runtime.knockouts import attend_again
 from midstream.runtime.points import PointHooks, points_of
@@ -163,6 +163,7 @@ class BatchRequest:
         generated: the tokens generated so far.
         finish_reason, stop_reason: None while it runs.
         graded: the log-probabilities of its answers.
+        missing: as of `InvokeResult`.
         rows: its rows of the current step.
         output: set when the batch has ended.
     """
@@ -176,6 +177,7 @@ class BatchRequest:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     graded: dict[str | int, float] | None = None
+    missing: Sequence[MissingSpace] = ()
     rows: BatchRows = field(init=False)
     output: Generated = field(init=False)
 
@@ -314,7 +316,7 @@ class PaddedBatch:
         output.saves = saves_of(own, edits)
         for request in each.requests if each.is_batch and each.invoke.prompt is not None else ():
             request.output.saves = output.saves
-        return InvokeResult(outcomes, output, each.requests[0].plan, error)
+        return InvokeResult(outcomes, output, each.requests[0].plan, error, each.requests[0].missing)
 
     def _finish(self, name: str) -> None:
         body = self.interleaver.finish(name)
@@ -419,7 +421,7 @@ class PaddedBatch:
         for request, logits_V in zip(self.requests, logits_BV, strict=True):
             if request.graded is None and request.invoke.answers:
                 logprobs_V = logits_V.detach().float().log_softmax(-1)
-                request.graded = {answer: float(logprobs_V[token]) for answer, token in request.invoke.answers.items()}
+                request.graded, request.missing = request.invoke.answers.graded(logprobs_V.__getitem__)
 
     def _sample(self, logits_BV: torch.Tensor) -> torch.Tensor:
         from transformers import LogitsProcessorList

@@ -27,7 +27,7 @@ from midstream.errors import (
 )
 from midstream.plan.probes import Scores, chunks_of, rows_end, stopping
 from midstream.ranks.merge import merged_outcomes
-from midstream.requests.arguments import Answers
+from midstream.requests.arguments import Answers, MissingSpace
 from midstream.requests.invokes import InvokeResult, Item, OutputStream, put_results, sample_saves
 from midstream.runtime.request import sample_index
 from midstream.trace.code import STOPPED, Outcome
@@ -157,6 +157,7 @@ class RunningRequest:
         self._generated = [0] * self._samples
         self._seen: dict[int, Any] = {}  # the last output of each sample
         self._answers: dict[str | int, float] | None = None
+        self._missing: Sequence[MissingSpace] = ()
         self._following: asyncio.Future[None] | None = None  # takes captured rows as they arrive
         self.is_finished = False
         self._probes = request.plan.plan.probes if request.plan is not None else ()
@@ -223,13 +224,14 @@ class RunningRequest:
         if output.finished and len(self._seen) == self._samples > 1:  # vLLM streams samples one by one
             output.outputs = [self._seen[i] for i in range(self._samples)]
         if self._answers is None:  # from the first output with a token: vLLM may stream each token once
-            self._answers = graded(output, self._request.answers)
+            self._answers, self._missing = graded(output, self._request.answers)
         output.answers = self._answers
         output.scores = self._scores()
         if not output.finished:
             output.saves, output.captures = await self._saves.latest(), None
             return None
         result = traced_result(await self._saves.final(), output)
+        result.missing = self._missing
         await self._put_captures(result)
         self.is_finished = True
         return result
@@ -358,13 +360,13 @@ class _StageSaves:
 # Results.
 
 
-def graded(output: Any, answers: Answers) -> dict[str | int, float] | None:
-    """The log-probability of each answer, in nats; None if the output has no first token."""
+def graded(output: Any, answers: Answers) -> tuple[dict[str | int, float] | None, Sequence[MissingSpace]]:
+    """As `Answers.graded`; None in place of the log-probabilities if the output has no first token."""
     if not answers:
-        return {}
+        return {}, ()
     if not (logprobs := output.outputs[0].logprobs):
-        return None
-    return {answer: logprobs[0][token].logprob for answer, token in answers.items()}
+        return None, ()
+    return answers.graded(lambda token: logprobs[0][token].logprob)
 
 
 def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int]) -> None:

@@ -398,7 +398,7 @@ class VLLM(DescribedModel):
         params = copy.copy(params)
         params.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != NAME}
         if invoke.answers:
-            params.logprob_token_ids = list(invoke.answers.values())
+            params.logprob_token_ids = invoke.answers.token_ids
         params = _with_plan(params, plan, rows, invoke)
         return EngineRequest(prompt, params, None, plan, rows, invoke.answers, weights=weights)
 
@@ -444,7 +444,7 @@ def _params(
 
 
 def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
-    answers = {"logprob_token_ids": list(invoke.answers.values())} if invoke.answers else {}
+    answers = {"logprob_token_ids": invoke.answers.token_ids} if invoke.answers else {}
     return launch.sampling_params({**engine_params(invoke.params), **answers}, trace)
 
 
