@@ -81,11 +81,12 @@ class Recorded:
         """A length for which a program does the same as for the given one."""
         return length if self._lengths is None else self._lengths[0]
 
-    def to_check(self, length: int) -> list[int]:
-        """The length of the prompt in each check of what a program does for prompts of a length. Later checks have other special rows."""
-        if self._lengths is None:
-            return [length] if length == 1 else [length, length]
-        return [self._lengths[0], self._lengths[0] + _LONGER]
+    def to_check(self, length: int) -> list[list[int]]:
+        """The lengths of the prompts in the checks of what a program does for prompts of a length, and those to take if it has no tape
+        for the former. Later checks have other special rows.
+        """
+        own = [length] if length == 1 else [length, length]
+        return [own] if self._lengths is None else [[self._lengths[0], self._lengths[0] + _LONGER], own]
 
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
         return place, self.length(length)

@@ -18,7 +18,7 @@ from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows, SavedRowsFinder, Template
 from midstream.lowering.recordings import Place, Recorded, Recorder, places_of
 from midstream.lowering.row_programs import Made, NotRowwise, RowReadings, changes, programs_of
-from midstream.lowering.validation import MOST_STEPS, UNCHECKED, Difference, difference
+from midstream.lowering.validation import UNCHECKED, Difference, difference, steps_to_check
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program
@@ -283,15 +283,16 @@ class TapedCode:
     def _checked(self, made: Lowered, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
         """The same, or the forward if the tape does something else than the code on real numbers."""
         found: Difference | None = UNCHECKED
-        for lengths in (recorded.to_check(length), [length, length]):
-            key = tuple(self._recorder.places[request]), tuple(lengths), min(steps, MOST_STEPS)
+        count = steps_to_check(made, steps)
+        for lengths in recorded.to_check(length):
+            key = tuple(self._recorder.places[request]), tuple(lengths), count
             if key not in recorded.differences:
                 recorded.differences[key] = difference(
                     lambda resolve: self._recorder.copy(resolve)[request],
                     self._model,
                     lambda each: made if each == length else self._made(recorded, request, each, steps),
                     lengths,
-                    steps,
+                    count,
                 )
             found = recorded.differences[key]
             if found != UNCHECKED:

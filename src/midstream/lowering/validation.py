@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 # The programs of one request, in a new copy; the argument finds the model's own objects.
 Programs = Callable[[Callable[[Any], Any]], Sequence[TraceProgram]]
 
-FEW_STEPS, MOST_STEPS = 3, 8  # how many steps are checked: those that differ from the ones before, within these
+_FEW_STEPS = 3  # that are checked at least
+_MANY_STEPS = 8  # with more, the last one is left out
 _MOST_BYTES = 1 << 28  # of the values that the code reads in the prompt's step
 _MOST_CONSTANTS = 1 << 24  # bytes; with more, one length and two steps are checked
 _POOL = 1 << 20  # the least random numbers of a pool
@@ -103,6 +104,17 @@ class _Unknown(BaseException):
     """The code uses a part of the model that exists only in an engine. Not an Exception, so that the code does not catch it."""
 
 
+def steps_to_check(tape: Tape, steps: int) -> int:
+    """How many steps of a request show all that its code does: up to the last one that differs from the one before."""
+    return min(steps, max(_FEW_STEPS, *(_varied(each.steps) for each in tape.recordings)))
+
+
+def _varied(steps: Sequence[StepGraph]) -> int:
+    # In the last of many steps the code returns, and so differs in any case; in a check it does so earlier.
+    last = len(steps) if len(steps) <= _MANY_STEPS else len(steps) - 1
+    return next((i + 1 for i in range(last - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
+
+
 def difference(
     programs: Programs, model: Model, lowered: Callable[[int], Tape], lengths: Sequence[int], steps: int
 ) -> Difference | None:
@@ -112,13 +124,12 @@ def difference(
     Args:
         lowered: the tape for a prompt of a length.
         lengths: of the prompts to check, one for each check.
-        steps: the most steps of the request.
+        steps: how many to check.
     """
     for number, length in enumerate(lengths):
         tape = lowered(length)
         if tape.tier is Tier.FORWARD:
             return UNCHECKED
-        count = min(steps, max(FEW_STEPS, *(_varied(each.steps) for each in tape.recordings)))
         is_large = _constant_bytes(tape) > _MOST_CONSTANTS
         if is_large and number:
             break
@@ -127,20 +138,12 @@ def difference(
             return Difference(0, f"the values of {length} tokens are too many for a check of what it does")
         try:
             check = _Check(model, tape, length, _SPECIAL_ROWS[1 if is_large or number else 0])
-            found = check.run(programs, min(count, 2) if is_large else count) or check.ending()
+            found = check.run(programs, 2 if is_large and steps == _FEW_STEPS else steps) or check.ending()
         except Exception as error:  # what cannot be checked is not used
             found = Difference(0, f"the check of the tape fails: {type(error).__name__}: {error}")
         if found is not None:
             return found
     return None
-
-
-def _varied(steps: Sequence[StepGraph]) -> int:
-    """How many steps to check: up to the last one that differs from the one before, as far as `MOST_STEPS` allows. In the last of many
-    steps the code returns, and so differs in any case.
-    """
-    last = len(steps) if len(steps) <= MOST_STEPS else MOST_STEPS
-    return next((i + 1 for i in range(last - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
 
 
 def _constant_bytes(tape: Tape) -> int:
