@@ -11,10 +11,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -22,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.trace.graph import Chain, StepGraph, Value, same_tensor
 from midstream.trace.parallel import BINARY, COMPARISONS, UNARY
-from midstream.tree import Ref, lazy_copy, leaves, map_objects, map_tensors, objects_in, unwritten
+from midstream.tree import lazy_copy, leaves, map_objects, map_tensors, objects_in, unwritten
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
@@ -180,8 +178,6 @@ class _Facts:
     may_raise: bool
 
 
-_NOWHERE = 1 << 20  # an address
-_MOST_WORK = 10_000  # of numpy, to tell whether two views overlap
 _INDEXING = frozenset(
     "index index_put index_put_ index_select gather scatter scatter_ take embedding index_copy_ index_add_".split()
 )
@@ -286,6 +282,7 @@ class Notes:
         self.makes_numbers = False
         self.may_raise: int | None = None
         self._count = 0
+        self._results: dict[Any, Any] = {}  # an operation with its arguments' shapes -> its results on the meta device
         self._consts: dict[Any, tuple[torch.Tensor, Value]] = {}
         self._filled: dict[int | None, tuple[StandInMemory, torch.Tensor, torch.Tensor]] = {}
 
@@ -413,7 +410,7 @@ class Notes:
         has_unknown = any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors)
         if facts.may_raise and has_unknown and not self._fit(func, args, kwargs):
             self.may_raise = self.may_raise or self.at()
-        result = self._shaped(func, facts, args, kwargs, tensors)
+        result = self._shaped(func, facts, args, kwargs)
         if facts.changes:
             return self._changed(func, facts.changes[0], args, kwargs)
         if facts.is_view:
@@ -465,50 +462,39 @@ class Notes:
         values: Any = map_tensors((tuple(args), kwargs), lambda _, tensor: self.value_of(tensor))
         return values  # type: ignore[no-any-return]
 
-    def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """The results on the meta device, with their shapes. Known indices are checked against sizes on zeros."""
-        has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
+    def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any) -> Any:
+        """The results on the meta device, with their shapes. Steps repeat, so most results are known."""
+        key: Any = None
         try:
-            if has_indices:
-                args, kwargs = map_tensors((args, kwargs), self._zeros)
-                return map_tensors(func(*args, **kwargs), lambda _, tensor: tensor.to("meta"))
-            # Views share the memory of these very tensors, and the others change them.
-            if facts.is_view or facts.changes:
-                args, kwargs = map_tensors((args, kwargs), lambda _, tensor: self._meta(tensor))
-                return func(*args, **kwargs)
-            given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
-            return _made(_computed(func, *given, torch.get_default_dtype()))
+            # Views share the memory of these very tensors, and changes in place change their shapes.
+            if not (facts.is_view or facts.changes):
+                key = func, self._described(args), self._described(sorted(kwargs.items())), torch.get_default_dtype()
+            if key is None or key not in self._results:
+                args, kwargs = map_tensors((tuple(args), kwargs), lambda _, tensor: self._meta(tensor))
+                found = func(*args, **kwargs)
+                if key is None:
+                    return found
+                self._results[key] = found
         except Exception as error:
             self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return map_tensors(self._results[key], lambda _, meta: _empty(meta))
 
     def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_unknown(tensor):
             return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    def _zeros(self, _: Ref, tensor: torch.Tensor) -> torch.Tensor:
-        """An argument with numbers: zeros for a value of the forward."""
-        return torch.zeros_like(self._meta(tensor), device="cpu") if self.is_unknown(tensor) else tensor.clone()
+        return _empty(tensor)
 
     def _described(self, tree: Any) -> Any:
-        """Arguments as `_computed` takes them."""
+        """Arguments without numbers, as a key. 1, 1.0 and True are equal, but PyTorch distinguishes them."""
         if isinstance(tree, torch.Tensor):
-            return _laid(self._meta(tree) if self.is_unknown(tree) else tree)
-        return tuple(map(self._described, tree)) if isinstance(tree, (tuple, list)) else _Plain(type(tree), tree)
+            meta = self._meta(tree)
+            return tuple(meta.shape), meta.stride(), meta.dtype
+        return tuple(map(self._described, tree)) if isinstance(tree, (tuple, list)) else (type(tree), tree)
 
     def _changed(self, func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
         """The tensor that an operation changes in place."""
         target = kwargs[which] if isinstance(which, str) else args[which]
         own = target if isinstance(target, StandIn) else self._fill(target)
-        others = (
-            [each for place, each in enumerate(args) if place != which],
-            {n: v for n, v in kwargs.items() if n != which},
-        )
-        for _, other in leaves(others):
-            if self.is_unknown(other):
-                source = other if isinstance(other, StandIn) else self._as_stand_in(other)
-                if source.memory is own.memory:
-                    self._check_overlap(own.meta, source.meta, is_elementwise=not _facts(func).may_raise)
         given = self._valued(args, kwargs)
         if func is aten.copy_.default and given[0][0] is given[0][1]:  # `h[-1] += v` ends in writing a view to itself
             return target
@@ -517,19 +503,6 @@ class Notes:
                 func(*args, **kwargs)
         self.assign(own, self.add(Value("call", func, *given, which, 0, tuple(own.shape), own.dtype, self.at())))
         return target
-
-    def _check_overlap(self, changed: torch.Tensor, read: torch.Tensor, is_elementwise: bool) -> None:
-        """End the recording if an operation reads a part of the tensor that it changes: PyTorch refuses most such operations, and leaves
-        others undefined.
-
-        The operation may read all of the changed tensor, or nothing of it. Which of the two may depend on the prompt's length, so it is
-        noted as a size.
-        """
-        places = [(tuple(each.shape), each.stride(), each.storage_offset()) for each in (changed, read)]
-        is_whole = places[0] == places[1]
-        if not (is_whole and is_elementwise) and _may_overlap(changed, read):
-            self.end("an operation reads a part of the tensor that it changes")
-        self.sizes.append("whole" if is_whole else "apart")
 
     def _viewed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         source = args[0] if isinstance(args[0], StandIn) else self._as_stand_in(args[0])
@@ -544,52 +517,8 @@ class Notes:
         return view(result, None)
 
 
-class _Laid(NamedTuple):
-    """A tensor without its numbers."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Plain(NamedTuple):
-    """An argument other than a tensor, with its type: 1, 1.0 and True are equal, but PyTorch distinguishes them."""
-
-    kind: type
-    value: Any
-
-
-def _laid(tensor: torch.Tensor) -> _Laid:
-    return _Laid(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-@functools.lru_cache(1 << 13)
-def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> Any:
-    """The results of an operation, with `_Laid` in place of tensors. Steps repeat, so most results are cached.
-
-    The meta device accepts dtypes, and mixtures of dtypes, that other devices refuse. These are also tried on zeros.
-    """
-
-    def given(tree: Any, device: str = "meta") -> Any:
-        if isinstance(tree, _Laid):
-            return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device=device).zero_()
-        return tree.value if isinstance(tree, _Plain) else [given(each, device) for each in tree]
-
-    def found(tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return _laid(tree)
-        return type(tree)(map(found, tree)) if isinstance(tree, (tuple, list)) else tree
-
-    dtypes = {laid.dtype for laid in objects_in((args, kwargs), _Laid)}
-    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        func(*[given(each, "cpu") for each in args], **{name: given(each, "cpu") for name, each in kwargs})
-    return found(func(*map(given, args), **{name: given(each) for name, each in kwargs}))
-
-
-def _made(tree: Any) -> Any:
-    if isinstance(tree, _Laid):
-        return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device="meta")
-    return type(tree)(map(_made, tree)) if isinstance(tree, (tuple, list)) else tree
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -598,27 +527,6 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one storage have an element in common; true if that is hard to tell. Their numbers are not read."""
-
-    def laid_out(view: torch.Tensor) -> np.ndarray:
-        """The view's bytes at an address that is never read."""
-        size = view.itemsize
-        described = {
-            "shape": (*view.shape, size),
-            "strides": (*(stride * size for stride in view.stride()), 1),
-            "data": (_NOWHERE + view.storage_offset() * size, True),
-            "typestr": "|i1",
-            "version": 3,
-        }
-        return np.asarray(SimpleNamespace(__array_interface__=described))
-
-    try:
-        return np.shares_memory(laid_out(a), laid_out(b), max_work=_MOST_WORK)
-    except np.exceptions.TooHardError:
-        return True
 
 
 def _frozen(tree: Any) -> Any:
