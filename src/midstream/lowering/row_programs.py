@@ -435,9 +435,7 @@ def _of_rows(
 ) -> Made:
     kind = getattr(torch, dtype)
     values = [Value("read", point, shape=(rows, size), dtype=kind) for point, size in zip(points, sizes, strict=True)]
-    found, reason, line = record_function(
-        function, values, torch.device("cpu"), rows if rows == _FUNCTION_ROWS[0] else None
-    )
+    found, reason, line = record_function(function, values, rows if rows == _FUNCTION_ROWS[0] else None)
     if reason is not None or found is None:
         raise NotRowwise(line, reason or "it returns no tensor")
     if found.shape != values[0].shape:

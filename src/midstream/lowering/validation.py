@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from midstream.errors import CaptureError
 from midstream.plan.compile import compile_plan
@@ -45,12 +44,13 @@ from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.batch_rows import Event, FlatRows
 from midstream.trace.body import Body
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
+from midstream.trace.devices import showing
 from midstream.trace.envoy import AbsentModel
 from midstream.trace.graph import StepGraph, repeats
 from midstream.trace.interleaver import BehindStep
 from midstream.trace.parallel import AbsentStage, Peers
 from midstream.trace.visit import Visit
-from midstream.tree import as_bits, follow, map_objects, map_tensors, replaced
+from midstream.tree import as_bits, follow, map_tensors, replaced
 
 if TYPE_CHECKING:
     from midstream.lowering.client_traces import ClientTrace
@@ -320,7 +320,7 @@ class _Check:
 
 
 def _run(program: TraceProgram, envoy: AbsentModel, device: torch.device) -> Any:
-    with contextlib.nullcontext() if device.type == "cpu" else _Devices(device):
+    with showing(device):
         return program.run(envoy, {})
 
 
@@ -664,57 +664,3 @@ def _unequal(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
         return None
     place = tuple((~is_equal).nonzero()[0].tolist())
     return f"the tape gives {mine[place].item()} at {list(place)} where the code gives {theirs[place].item()}"
-
-
-# The engine's device.
-
-
-class _Devices(TorchFunctionMode):
-    """Shows the code the engine's device, which this process may lack. All tensors are on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._on_cpu: dict[int, Any] = {}  # tensors that would be on the CPU next to the engine, by id
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _ASKS_DEVICE:
-            is_on_cpu = id(args[0]) in self._on_cpu
-            return _ASKS_DEVICE[func](torch.device("cpu") if is_on_cpu else self._device)
-        asked = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, (torch.device, str))]
-        to_cuda = func is torch.Tensor.cuda or any(each.startswith("cuda") for each in asked)
-        to_cpu = func is torch.Tensor.cpu or any(each.startswith("cpu") for each in asked)
-        tensors: list[torch.Tensor] = []
-        map_objects((tuple(args), kwargs), torch.Tensor, lambda each: tensors.append(each) or each)  # type: ignore[func-returns-value]
-        was_on_cpu = all(id(each) in self._on_cpu for each in tensors)  # also of a function that makes a tensor
-        if func is torch.Tensor.cuda:
-            found = args[0]
-        else:
-            found = func(*map(_on_cpu, args), **{name: _on_cpu(each) for name, each in kwargs.items()})
-        is_on_cpu = to_cpu or (was_on_cpu and not to_cuda)
-        if any(found is each for each in tensors):
-            if func not in _MOVES or is_on_cpu == (id(found) in self._on_cpu):
-                return found  # a change in place, or it is there already
-            found = found.clone()
-        if is_on_cpu:
-            map_objects(found, torch.Tensor, self._note)
-        return found
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._on_cpu[id(tensor)] = tensor  # kept, so that its id stays its own
-        return tensor
-
-
-_MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
-_ASKS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
-    torch.Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
-    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
-    torch.Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index or 0,
-}
-
-
-def _on_cpu(value: Any) -> Any:
-    is_cuda = str(value).startswith("cuda") if isinstance(value, (torch.device, str)) else False
-    return torch.device("cpu") if is_cuda else value

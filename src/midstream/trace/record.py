@@ -36,6 +36,7 @@ from midstream.hooks import CURRENT
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import Body, StopTrace, current_body, never_reached, step_is_over
 from midstream.trace.code import BlockProgram, FunctionProgram, Outcome, TraceProgram, outcome
+from midstream.trace.devices import showing
 from midstream.trace.envoy import AbsentModel, Envoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write, repeats
@@ -168,14 +169,14 @@ def record(
         has_arrays: whether the program has numpy arrays.
         converted: as in `Notes`.
     """
-    notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
+    notes = Notes(_file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules, codes = _give_kinds(program)
     loaded, before = len(sys.modules), _state_of_process(modules)
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
-        with _seeing(notes, printed):
+        with _seeing(notes, printed), showing(model.device):
             if (asking := next(filter(_asks_for_time, codes), None)) is not None:
                 notes.reason, notes.line = "it asks for the time", asking.co_firstlineno
                 raise Ended(notes.reason)
@@ -229,7 +230,7 @@ def record(
 
 
 def record_function(
-    function: Callable[..., Any], values: Sequence[Value], device: torch.device, rows: int | None
+    function: Callable[..., Any], values: Sequence[Value], rows: int | None
 ) -> tuple[Value | None, str | None, int]:
     """Run a function of tensors on stand-ins.
 
@@ -241,7 +242,7 @@ def record_function(
         what it returns, None if that is no tensor; why it cannot be recorded, None if it can; and the line of its last operation.
     """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    notes = Notes(device, code.co_filename if code is not None else "", True, {})
+    notes = Notes(code.co_filename if code is not None else "", True, {})
     notes.rows = rows
     notes.steps.append(StepGraph(values[0].shape[0]))
     given, printed = [notes.new(value) for value in values], _PrintedOutput()

@@ -54,14 +54,13 @@ class StandIn(torch.Tensor):
     memory: StandInMemory
     chain: Chain
     meta: torch.Tensor
-    is_on_cpu: bool
 
     @staticmethod
-    def of(meta: torch.Tensor, memory: StandInMemory, chain: Chain = (), is_on_cpu: bool = False) -> StandIn:
+    def of(meta: torch.Tensor, memory: StandInMemory, chain: Chain = ()) -> StandIn:
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             StandIn, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("cpu")
         )
-        made.meta, made.memory, made.chain, made.is_on_cpu = meta, memory, chain, is_on_cpu
+        made.meta, made.memory, made.chain = meta, memory, chain
         return made  # type: ignore[no-any-return]
 
     @property  # type: ignore[misc]
@@ -255,7 +254,6 @@ class Notes:
     """The graph of the recorded code: called by the modes below and by the model's stand-in.
 
     Args:
-        device: the engine's.
         file: of the code, whose lines are noted.
         has_arrays: whether the code has numpy arrays, which may share memory with tensors.
         converted: large tensors of another dtype that the recordings of one code share.
@@ -270,10 +268,8 @@ class Notes:
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
 
-    def __init__(
-        self, device: torch.device, file: str, has_arrays: bool, converted: dict[Any, tuple[torch.Tensor, Any]]
-    ) -> None:
-        self.device, self.file, self.has_arrays, self.converted = device, file, has_arrays, converted
+    def __init__(self, file: str, has_arrays: bool, converted: dict[Any, tuple[torch.Tensor, Any]]) -> None:
+        self.file, self.has_arrays, self.converted = file, has_arrays, converted
         self.steps: list[StepGraph] = []
         self.reason: str | None = None
         self.line = 0
@@ -313,10 +309,10 @@ class Notes:
         step.values.append(value)
         return value
 
-    def new(self, value: Value, is_on_cpu: bool = False) -> StandIn:
+    def new(self, value: Value) -> StandIn:
         """A stand-in for a new tensor with this value."""
         meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return StandIn.of(meta, StandInMemory(self.add(value)), is_on_cpu=is_on_cpu)
+        return StandIn.of(meta, StandInMemory(self.add(value)))
 
     def const(self, tensor: torch.Tensor) -> Value:
         """The present value of one of the code's own tensors."""
@@ -416,13 +412,13 @@ class Notes:
         if facts.is_view:
             return self._viewed(func, args, kwargs, result)
         given = self._valued(args, kwargs)
-        line, is_on_cpu = self.at(), all(t.is_on_cpu for t in tensors if isinstance(t, StandIn))
+        line = self.at()
 
         def stand_in(meta: Any, out: int | None) -> Any:
             if not isinstance(meta, torch.Tensor):
                 return meta
             value = Value("call", func, *given, out, 0, tuple(meta.shape), meta.dtype, line)
-            return StandIn.of(meta, StandInMemory(self.add(value)), is_on_cpu=is_on_cpu)
+            return StandIn.of(meta, StandInMemory(self.add(value)))
 
         if isinstance(result, (tuple, list)):
             return type(result)([stand_in(each, place) for place, each in enumerate(result)])
@@ -465,7 +461,12 @@ class Notes:
     def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any) -> Any:
         """The results on the meta device, with their shapes. Steps repeat, so most results are known."""
         key: Any = None
+        given = [tensor for _, tensor in leaves((args, kwargs))]
         try:
+            # Known indices have to lie in the tensor: the zeros have sizes, and the indices have their numbers.
+            if any(not self.is_unknown(each) and not each.dtype.is_floating_point and each.ndim for each in given):
+                args, kwargs = map_tensors((tuple(args), kwargs), lambda _, tensor: self._zeros(tensor))
+                return map_tensors(func(*args, **kwargs), lambda _, tensor: tensor.to("meta"))
             # Views share the memory of these very tensors, and changes in place change their shapes.
             if not (facts.is_view or facts.changes):
                 key = func, self._described(args), self._described(sorted(kwargs.items())), torch.get_default_dtype()
@@ -483,6 +484,9 @@ class Notes:
         if self.is_unknown(tensor):
             return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
         return _empty(tensor)
+
+    def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(self._meta(tensor), device="cpu") if self.is_unknown(tensor) else tensor.clone()
 
     def _described(self, tree: Any) -> Any:
         """Arguments without numbers, as a key. 1, 1.0 and True are equal, but PyTorch distinguishes them."""
@@ -509,7 +513,7 @@ class Notes:
         rest, named = _frozen(args[1:]), tuple((name, _frozen(each)) for name, each in kwargs.items())
 
         def view(meta: torch.Tensor, out: int | None) -> StandIn:
-            return StandIn.of(meta, source.memory, (*source.chain, (func, rest, named, out)), source.is_on_cpu)
+            return StandIn.of(meta, source.memory, (*source.chain, (func, rest, named, out)))
 
         if isinstance(result, (tuple, list)):
             self.sizes.append(len(result))
@@ -584,15 +588,7 @@ class SeeingFunctions(TorchFunctionMode):
             return special(notes, func, *args, **(kwargs or {}))
         if special is _refused and func in _ARRAYS:
             notes.has_arrays = True
-        if notes.device.type != "cpu":
-            args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(each) for name, each in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
-
-
-def _on_cpu(value: Any) -> Any:
-    """The CPU in place of the engine's device, which this process may lack."""
-    is_cuda = isinstance(value, torch.device) and value.type != "cpu"
-    return torch.device("cpu") if is_cuda or (isinstance(value, str) and value.startswith("cuda")) else value
 
 
 def _size(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -643,39 +639,6 @@ def _numbers(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
     return _number(notes, func, tensor)
 
 
-def _device(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
-    return torch.device("cpu") if isinstance(tensor, StandIn) and tensor.is_on_cpu else notes.device
-
-
-def _is_cuda(notes: Notes, func: Any, tensor: torch.Tensor) -> bool:
-    return bool(_device(notes, func, tensor).type == "cuda")
-
-
-def _is_cpu(notes: Notes, func: Any, tensor: torch.Tensor) -> bool:
-    return bool(_device(notes, func, tensor).type == "cpu")
-
-
-def _to_cpu(notes: Notes, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if _is_cpu(notes, func, tensor):
-        return tensor
-    copied: Any = tensor.clone()
-    copied.is_on_cpu = True
-    return copied
-
-
-def _to(notes: Notes, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    asked = [each for each in (*args, *kwargs.values()) if isinstance(each, (torch.device, str))]
-    if notes.device.type != "cpu" and any(str(each).startswith("cpu") for each in asked):
-        tensor = _to_cpu(notes, func, tensor)
-    return func(tensor, *map(_on_cpu, args), **{name: _on_cpu(each) for name, each in kwargs.items()})
-
-
-def _cuda(notes: Notes, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if notes.device.type == "cpu":
-        notes.end("the engine has no GPU")
-    return tensor if _is_cuda(notes, func, tensor) else tensor.clone()
-
-
 def _clone(notes: Notes, func: Any, tensor: torch.Tensor, *_: Any) -> Any:
     return tensor.clone()
 
@@ -719,13 +682,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.__len__: _length,
     _T.item: _number,
     _T.tolist: _numbers,
-    _T.device.__get__: _device,
-    _T.is_cuda.__get__: _is_cuda,
-    _T.is_cpu.__get__: _is_cpu,
-    _T.get_device: _unsupported,
-    _T.cpu: _to_cpu,
-    _T.cuda: _cuda,
-    _T.to: _to,
     _T.__deepcopy__: _clone,
     _T._version.__get__: _version,
     _T.is_inference: lambda notes, func, tensor: False,
