@@ -500,7 +500,7 @@ def test_a_container_in_two_places_is_one_object(monkeypatch):
     assert given.tier is Tier.CLIENT
     values_by(list)(monkeypatch)
     given = found(block(), known=fresh())
-    assert given.tier is Tier.FORWARD and "one object" in given.reason
+    assert given.tier is Tier.FORWARD and "the containers, texts and numbers that the tape saves" in given.reason
 
 
 # The kinds that recordings have got wrong.

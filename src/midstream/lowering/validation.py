@@ -18,10 +18,8 @@ import contextlib
 import functools
 import io
 import pickle
-import random
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
     from midstream.lowering.client_traces import ClientTrace
     from midstream.plan.values import Plan
     from midstream.trace.record import Model, Recording
-    from midstream.trace.stand_in import StandIn
 
 # The programs of one request, in a new copy; the argument finds the model's own objects.
 Programs = Callable[[Callable[[Any], Any]], Sequence[TraceProgram]]
@@ -155,20 +152,11 @@ def _constant_bytes(tape: Tape) -> int:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Swallow the output of the block, and leave the process's random numbers unchanged. The block sees the same state each time."""
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    """Swallow the output of the block."""
     output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _Check:
@@ -285,8 +273,8 @@ class _Check:
         """A difference between the outcomes, if the code does not run for the request."""
         if self._tape.tier is Tier.BEHIND:
             return None
-        *others, theirs = self._ends
-        for each in others if not self._failed else self._ends:
+        *earlier, theirs = self._ends
+        for each in earlier if not self._failed else self._ends:
             if each.failure is not None:
                 return _raised(each.failure, "none")
         try:
@@ -298,25 +286,15 @@ class _Check:
                 return _raised(theirs.failure, "an error" if mine.failure is not None else "none")
             assert mine.failure is not None
             return Difference(0, f"the tape raises {mine.failure.type_name} where the code does not")
-        for name in ("stopped", "mutated", "unsaved", "rebound"):
-            one, other = getattr(mine, name), getattr(theirs, name)
-            if one != other:
-                return Difference(0, f"the tape gives {one} where the code gives {other} as what it has {name}")
-        found = _Comparison().of(mine.values, theirs.values)
-        if found is None:
-            return None
-        path, text = found
-        where = "".join(f"[{name!r}]" for name in path)
-        return Difference(self._line_saved(path), f"in the saved values, at {where}, {text}")
-
-    def _line_saved(self, path: Sequence[Any]) -> int:
-        """The line that has computed a saved tensor, 0 if unknown."""
-        saved: Any = self._tape.recordings[-1].outcome.values
-        try:
-            found: StandIn = follow(saved, tuple(path))
-            return found.memory.value.line
-        except Exception:
-            return 0
+        parts, others = (_taken_apart((o.values, o.stopped, o.mutated, o.unsaved, o.rebound)) for o in (mine, theirs))
+        if parts[0] != others[0]:
+            text = "the containers, texts and numbers that the tape saves are others than those of the code"
+            return Difference(0, f"{text}, or of other types")
+        for place, pair in enumerate(zip(parts[1], others[1], strict=True)):
+            if (differing := _unequal(*pair)) is not None:
+                recorded: Any = _taken_apart(self._tape.recordings[-1].outcome.values)[1][place]
+                return Difference(recorded.memory.value.line, f"in a saved tensor, {differing}")
+        return None
 
 
 def _run(program: TraceProgram, envoy: AbsentModel, device: torch.device) -> Any:
@@ -575,73 +553,40 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return as_bits(one.contiguous()) == as_bits(other.contiguous())
 
 
-_PLAIN = (type(None), bool, int, str, bytes, range, torch.dtype)
-
-
-class _Comparison:
-    """Compares saved values. The same object in two places has to be one object in both."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[int, int] = {}  # of objects that can change, by id: the tape's -> the code's
-        self._back: dict[int, int] = {}
-        self._seen: dict[int, Any] = {}  # those that were compared, which stay alive
-
-    def of(self, mine: Any, theirs: Any) -> tuple[list[Any], str] | None:
-        """Where they differ first, and how."""
-        kind = type(theirs)
-        if _name_of(type(mine)) != _name_of(kind):
-            return [], f"the tape gives a {type(mine).__name__} where the code gives a {kind.__name__}"
-        if kind in _PLAIN:
-            return None if mine == theirs else ([], f"the tape gives {mine!r} where the code gives {theirs!r}")
-        if kind in (float, complex):
-            return None if repr(mine) == repr(theirs) else ([], f"the tape gives {mine} where the code gives {theirs}")
-        if isinstance(theirs, (type, *_FUNCTIONS)):  # a copy of each
-            names = _name_of(mine), _name_of(theirs)
-            return None if names[0] == names[1] else ([], f"the tape gives {names[0]} where the code gives {names[1]}")
-        if kind is not tuple:
-            known = self._pairs.setdefault(id(mine), id(theirs)), self._back.setdefault(id(theirs), id(mine))
-            if known != (id(theirs), id(mine)):
-                return [], "the tape and the code differ in which of them is one object"
-            if id(theirs) in self._seen:
-                return None
-            self._seen[id(theirs)] = mine, theirs
-        if issubclass(kind, torch.Tensor):
-            text = _unequal(mine, theirs)
-            return ([], text) if text is not None else None
-        if kind in (list, tuple, deque):
-            if len(mine) != len(theirs):
-                return [], f"the tape gives {len(mine)} elements where the code gives {len(theirs)}"
-            return self._parts((i, one, other) for i, (one, other) in enumerate(zip(mine, theirs, strict=True)))
-        if kind is dict:
-            keys = self.of(list(mine), list(theirs))
-            values = zip(mine, mine.values(), theirs.values(), strict=True)
-            return keys if keys is not None else self._parts(values)
-        if kind in (set, frozenset):
-            return None if mine == theirs else ([], f"the tape gives {mine} where the code gives {theirs}")
-        return self.of(_reduced(mine), _reduced(theirs))
-
-    def _parts(self, parts: Iterator[tuple[Any, Any, Any]]) -> tuple[list[Any], str] | None:
-        for name, mine, theirs in parts:
-            found = self.of(mine, theirs)
-            if found is not None:
-                return [name, *found[0]], found[1]
-        return None
-
-
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
-def _name_of(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+class _Apart(pickle.Pickler):
+    """Pickles saved values for a comparison.
+
+    Attributes:
+        tensors: in the order of the pickle, which has only their places.
+    """
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)
+        if issubclass(kind, torch.Tensor):
+            if id(obj) not in self._places:
+                self._places[id(obj)] = len(self.tensors)
+                self.tensors.append(obj)
+            return kind.__qualname__, self._places[id(obj)]
+        if issubclass(kind, type) or kind in _FUNCTIONS:  # each copy of the code has its own
+            return f"{obj.__module__}.{obj.__qualname__}"
+        if kind is str:  # whether two equal texts are one object makes no difference
+            return obj.encode(errors="surrogatepass")
+        return (kind.__qualname__, sorted(map(repr, obj))) if kind in (set, frozenset) else None
 
 
-def _reduced(value: Any) -> Any:
-    """What pickle makes an object of."""
-    found = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(found, str):
-        return found
-    make, args, state, items, pairs = (*found, None, None, None)[:5]
-    return make, args, state, None if items is None else list(items), None if pairs is None else list(pairs)
+def _taken_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Bytes that are equal for values with equal types, containers and numbers, and in which the same are one object; and the tensors."""
+    pickler = _Apart(buffer := io.BytesIO())
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.tensors
 
 
 def _unequal(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
