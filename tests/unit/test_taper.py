@@ -20,6 +20,7 @@ from recorded import FIND, LENGTH, MODEL, WIDTH, V, found, lowered, model, said,
 
 from midstream.errors import PlanError
 from midstream.lowering import taping
+from midstream.lowering.functions import with_programs
 from midstream.lowering.tiers import Tier
 from midstream.plan.ops import Apply
 from midstream.plan.values import ModelFacts, Plan
@@ -228,7 +229,7 @@ def test_without_the_process_code_runs_in_the_forward(monkeypatch):
     with pytest.warns(RuntimeWarning, match="cannot be started"):
         assert found(body).tier is Tier.FORWARD
     with pytest.raises(PlanError, match="cannot be started"):
-        taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=lambda h: h * 2)]), FACTS)
+        with_programs(Plan.of([Apply("resid_post", layers=1, program=lambda h: h * 2)]), FACTS)
     monkeypatch.undo()
     FIND.set(taping.lowered_requests)
     assert said(found(body)) == [steer(V, 1)]
@@ -260,7 +261,7 @@ def test_a_message_that_is_interrupted_ends_the_process_and_the_next_one_tapes(m
     before, send = process().pid, taping.taper.send
 
     def half(sock, message, *rest, **options):
-        if isinstance(message, taping.taper.NewModel):
+        if message[0] is taping.taper.Taper.model:
             sock.sendall(b"\0" * 5)
             raise KeyboardInterrupt
         send(sock, message, *rest, **options)
@@ -466,17 +467,17 @@ def test_large_tensors_are_sent_once_and_again_when_they_change():
     def others(model):
         return (model.layers_output[2] @ big)[:, :3]
 
-    before = dict(taping._taper()._weights)
+    before = dict(taping._process()._weights)
     first = found(scores)
-    after = dict(taping._taper()._weights)
+    after = dict(taping._process()._weights)
     found(others)
-    assert len(after) == len(before) + 1 and taping._taper()._weights.keys() == after.keys()
+    assert len(after) == len(before) + 1 and taping._process()._weights.keys() == after.keys()
     (program,) = first.saved_rows.programs.values()
     assert any(torch.equal(torch.tensor(each.numbers).view(each.shape), big) for each in program.constants)
     big.mul_(2)
     (program,) = found(scores).saved_rows.programs.values()
     assert any(torch.equal(torch.tensor(each.numbers).view(each.shape), big) for each in program.constants)
-    assert len(taping._taper()._weights) == len(after) + 1
+    assert len(taping._process()._weights) == len(after) + 1
 
 
 def test_a_large_constant_comes_back_as_the_callers_own_bytes():
@@ -497,7 +498,7 @@ def test_old_tensors_are_dropped(monkeypatch):
     for number in range(4):
         big = torch.full((WIDTH, 60_000), float(number))
         found(lambda model, big=big: (model.layers_output[1] @ big)[:, :2])
-        assert sum(size for size, _ in taping._taper()._weights.values()) <= 4 << 20
+        assert sum(taping._process()._weights.values()) <= 4 << 20
 
 
 def test_code_gets_the_tokenizer_when_it_asks_for_it():
@@ -532,20 +533,20 @@ def test_a_function_of_a_plan_runs_in_the_process():
     def doubled(h):
         return h * 2 + V
 
-    plan = taping.with_programs(Plan.of([Apply("resid_post", layers=[1, 2], program=doubled)]), FACTS)
+    plan = with_programs(Plan.of([Apply("resid_post", layers=[1, 2], program=doubled)]), FACTS)
     assert not plan.has_functions
 
     def crashes(h):
         os._exit(1)
 
     with pytest.raises(PlanError, match="it ends the process in which it is taped"):
-        taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=crashes)]), FACTS)
+        with_programs(Plan.of([Apply("resid_post", layers=1, program=crashes)]), FACTS)
 
     def mixes(h):
         return h - h.mean(0)
 
     with pytest.raises(PlanError, match=rf"line {mixes.__code__.co_firstlineno + 1} of the function"):
-        taping.with_programs(Plan.of([Apply("resid_post", layers=1, program=mixes)]), FACTS)
+        with_programs(Plan.of([Apply("resid_post", layers=1, program=mixes)]), FACTS)
 
 
 def test_a_function_whose_module_cannot_be_sent_is_refused(tmp_path, monkeypatch):
@@ -558,7 +559,7 @@ def test_a_function_whose_module_cannot_be_sent_is_refused(tmp_path, monkeypatch
 
     with_a_lock.SCALE = 3.0
     with pytest.raises(PlanError, match="cannot be sent"):
-        taping.with_programs(Plan((Apply("resid_post", layers=2, program=with_a_lock.f),)), FACTS)
+        with_programs(Plan((Apply("resid_post", layers=2, program=with_a_lock.f),)), FACTS)
 
 
 def test_several_requests_of_one_call():
@@ -575,5 +576,5 @@ def test_the_second_call_asks_nothing(monkeypatch):
     def fails(*_):
         raise AssertionError
 
-    monkeypatch.setattr(taping._Fork, "ask", fails)
+    monkeypatch.setattr(taping._Session, "ask", fails)
     assert found(body) is first

@@ -234,7 +234,7 @@ class Recorder:
 
     def copy(self, resolve: Callable[[Any], Any]) -> list[list[TraceProgram]]:
         """A new copy of the programs of all requests. `resolve`: finds the model's own objects."""
-        return unship(self._code.programs, resolve, None, self._held)
+        return unship(self._code.programs, resolve, None, self._held, apart=True)
 
     def _copy(self) -> list[list[TraceProgram]]:
         return self.copy(self._model.resolve)

@@ -51,8 +51,11 @@ class NotRowwise(Exception):
     """Why a write is not a program, and on which line; 0 if unknown."""
 
     def __init__(self, line: int, reason: str) -> None:
-        super().__init__(reason)
+        super().__init__(line, reason)
         self.line, self.reason = line, reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Made(NamedTuple):

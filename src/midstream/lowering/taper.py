@@ -1,13 +1,13 @@
 """The process in which code of traces is recorded, so that the caller's process stays as it is (`lowering.taping` is the caller's side).
 
-It imports PyTorch, and then does no more than to fork: each code is recorded in a fork of its own (`_Fork`), which may change its settings,
+It imports PyTorch, and then does no more than to fork: each code is recorded in a fork of its own (`Fork`), which may change its settings,
 crash or hang. The fork keeps its recordings for requests with other prompts until the caller's process closes their connection.
 
-    caller -> taper     Fork(connection), Model, tensors of 256 KiB and more, each once: the forks share their memory
-    caller -> fork      ForCode, then ForRequests, ForTemplate; or ForFunction
-    fork -> caller      Asks for the tokenizer, if the code uses it; the answer, or an error
+    caller -> taper     (Taper.fork, 3) and the connection; models, and tensors of 256 KiB and more, each once: the forks share their memory
+    caller -> fork      (Fork.code, ...), then (Fork.requests, lengths, steps)
+    fork -> caller      the answer, or an exception; before it Asks("tokenizer"), if the code uses it
 
-A message is a pickle, with large bytes beside it.
+A message is a method and its arguments, pickled, with large bytes beside it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from midstream.plan.steps import Constant
 from midstream.sites import Binding, Point
 from midstream.trace.code import FunctionProgram
 from midstream.trace.record import Model, before_act
-from midstream.trace.shipping import ShippedCode, keep_copies_apart, ship, unship
+from midstream.trace.shipping import ShippedCode, ship, unship
 
 _LARGE = 1 << 16  # bytes that are sent beside a pickle
 _HEAD = struct.Struct("<QI")  # bytes of the pickle, and how many large ones follow it
@@ -63,96 +63,10 @@ _SIZE = struct.Struct("<Q")
 # Messages.
 
 
-class NewModel(NamedTuple):
-    """The facts about a model, under a number."""
-
-    number: int
-    model: Model
-
-
-class NewWeight(NamedTuple):
-    """A tensor of a trace. Its bytes follow the message."""
-
-    digest: str
-    size: int
-
-
-class DropWeight(NamedTuple):
-    digest: str
-
-
-class NewModules(NamedTuple):
-    """Installed modules that some code uses, for the forks of later codes."""
-
-    names: Sequence[str]
-    path: Sequence[str]
-
-
-class NewFork(NamedTuple):
-    """A fork that serves the connection which comes with the message."""
-
-    number: int
-
-
-class EndFork(NamedTuple):
-    number: int
-
-
-class ForCode(NamedTuple):
-    """The code of a call, without its weights' content. The answer names the modules that it imports.
-
-    Arguments as of `TapedCode`; `path`: the caller's `sys.path`.
-    """
-
-    code: ShippedCode
-    places: Sequence[Sequence[Place]]
-    standing: Sequence[Sequence[bool]]
-    model: int
-    path: Sequence[str]
-
-
-class ForRequests(NamedTuple):
-    """Asks for `TapedCode.lowered`."""
-
-    lengths: Sequence[int]
-    steps: Sequence[int]
-
-
-class ForTemplate(NamedTuple):
-    """Asks for the outcome of a request among `of`, if it has fewer steps."""
-
-    of: ForRequests
-    request: int
-    steps: int
-
-
-class ForFunction(NamedTuple):
-    """Asks for the program of a function (`row_programs.program_of`)."""
-
-    code: ShippedCode
-    points: Sequence[Point]
-    sizes: Sequence[int]
-    dtype: str
-    path: Sequence[str]
-
-
 class Asks(NamedTuple):
     """Asks the caller for an attribute of its `Model`: the result of `tokenizer`, or `text_config`."""
 
     name: str
-
-
-class NotAProgram(NamedTuple):
-    """The answer if a function is not a program, with the line."""
-
-    line: int
-    reason: str
-
-
-class Failed(NamedTuple):
-    """The answer if there is an error, in the caller's words."""
-
-    error: MidstreamError
 
 
 class _MessagePickler(pickle.Pickler):
@@ -251,8 +165,8 @@ def _received(sock: socket.socket, size: int) -> bytes:
 # The process, which forks.
 
 
-class _Taper:
-    """Reads the caller's messages and forks.
+class Taper:
+    """Does what the caller's messages ask for, and forks.
 
     Args:
         control: the connection with the caller.
@@ -263,17 +177,17 @@ class _Taper:
         self._models: dict[int, Model] = {}
         self._weights: dict[str, torch.Tensor] = {}
         self._forks: dict[int, tuple[int, int]] = {}  # number -> process, and a file that is readable once it has ended
+        self._poll = select.poll()
 
     def run(self) -> None:
         """Serve the caller until it is gone."""
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
+        self._poll.register(self._control, select.POLLIN)
         while True:
-            ready = [file for file, _ in poll.poll()]
+            ready = [file for file, _ in self._poll.poll()]
             for number, (process, file) in list(self._forks.items()):
                 if file in ready:
                     os.waitpid(process, 0)
-                    poll.unregister(file)
+                    self._poll.unregister(file)
                     os.close(file)
                     del self._forks[number]
             if self._control.fileno() not in ready:
@@ -281,34 +195,37 @@ class _Taper:
             first, files, _, _ = socket.recv_fds(self._control, 1, 1)
             if not first:  # the caller has ended
                 break
-            match receive(self._control, first=first):
-                case NewModel(number, model):
-                    _ = model.envoy, model.at, model.values  # for all forks
-                    self._models[number] = model
-                case NewWeight(digest, size):
-                    self._weights[digest] = flat = torch.empty(size, dtype=torch.uint8)
-                    memory = flat.numpy().data
-                    while memory:
-                        if not (count := self._control.recv_into(memory, min(len(memory), 1 << 20))):
-                            return
-                        memory = memory[count:]
-                case NewModules(names, path):
-                    sys.path[:] = path
-                    for name in names:
-                        with contextlib.suppress(Exception):
-                            importlib.import_module(name)
-                case DropWeight(digest):
-                    self._weights.pop(digest, None)
-                case NewFork(number):
-                    file = self._fork(number, *files)
-                    poll.register(file, select.POLLIN)
-                case EndFork(number) if number in self._forks:
-                    os.kill(self._forks[number][0], signal.SIGKILL)
+            method, *args = receive(self._control, first=first)
+            method(self, *args, *files)
         for process, _ in self._forks.values():
             os.kill(process, signal.SIGKILL)
 
-    def _fork(self, number: int, connection: int) -> int:
-        """Fork. Returns a file that is readable once the fork has ended."""
+    def model(self, number: int, model: Model) -> None:
+        """Keep a model for later forks."""
+        _ = model.envoy, model.at, model.values  # for all forks
+        self._models[number] = model
+
+    def weight(self, digest: str, size: int) -> None:
+        """Keep a tensor of a trace for later forks. Its bytes follow the message."""
+        self._weights[digest] = flat = torch.empty(size, dtype=torch.uint8)
+        memory = flat.numpy().data
+        while memory:
+            if not (count := self._control.recv_into(memory, min(len(memory), 1 << 20))):
+                raise EOFError
+            memory = memory[count:]
+
+    def drop_weight(self, digest: str) -> None:
+        self._weights.pop(digest, None)
+
+    def import_(self, names: Sequence[str], path: Sequence[str]) -> None:
+        """Import installed modules that some code uses, for the forks of later codes."""
+        sys.path[:] = path
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+    def fork(self, number: int, connection: int) -> None:
+        """Make a fork that serves a connection."""
         own = os.getpid()
         process = os.fork()
         if process == 0:
@@ -317,13 +234,17 @@ class _Taper:
                 self._control.close()
                 for _, file in self._forks.values():
                     os.close(file)
-                _Fork(socket.socket(fileno=connection), self._models, self._weights).run()
+                Fork(socket.socket(fileno=connection), self._models, self._weights).run()
             finally:
                 os._exit(1)
         os.close(connection)
         file = os.pidfd_open(process)
         self._forks[number] = process, file
-        return file
+        self._poll.register(file, select.POLLIN)
+
+    def end_fork(self, number: int) -> None:
+        if number in self._forks:
+            os.kill(self._forks[number][0], signal.SIGKILL)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -335,14 +256,16 @@ def _end_with_parent(parent: int) -> None:
 # A fork, which records one code.
 
 
-class _Fork:
+class Fork:
+    """Answers the caller's messages about one code."""
+
     def __init__(
         self, connection: socket.socket, models: Mapping[int, Model], weights: Mapping[str, torch.Tensor]
     ) -> None:
         self._connection, self._models, self._weights = connection, models, weights
         self._known: Mapping[str, torch.Tensor] = {}  # the weights of its code
         self._code: TapedCode | None = None
-        self._found: tuple[ForRequests, list[Any]] | None = None  # the last findings
+        self._found: tuple[Any, list[Any]] | None = None  # the last findings, and the requests that they are about
 
     def run(self) -> None:
         """Answer the caller until it closes the connection."""
@@ -350,7 +273,6 @@ class _Fork:
         _connection = self._connection
         # Copies the memory that recording writes to, unless a code waits already.
         warm_up(lambda: not select.select([self._connection], [], [], 0)[0])
-        keep_copies_apart()
         torch.set_num_threads(_THREADS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The code must not write files. Most attempts end the recording (`trace.record`) before this makes them fail.
@@ -358,50 +280,64 @@ class _Fork:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                message = receive(self._connection)
+                method, *args = receive(self._connection)
                 try:
-                    answer = self._answer(message)
+                    answer = method(self, *args)
+                except (MidstreamError, NotRowwise) as error:
+                    answer = error
                 except Exception as error:
-                    if not isinstance(error, MidstreamError):
-                        error = TraceError(f"{type(error).__name__}: {error}")
-                    answer = Failed(error)
+                    answer = TraceError(f"{type(error).__name__}: {error}")
                 send(self._connection, answer, self._known)
 
-    def _answer(self, message: Any) -> Any:
-        match message:
-            case ForCode(code, places, standing, number, path):
-                sys.path[:] = path
-                self._know(code)
-                before = set(sys.modules)
-                self._code = TapedCode(places, standing, code, self._models[number], self._known)
-                with contextlib.suppress(Exception):  # the recording says why
-                    unship(code.programs, self._models[number].resolve, None, self._known)
-                return [name for name in sys.modules if name not in before]
-            case ForRequests(lengths, steps):
-                assert self._code is not None
-                self._found = message, self._code.lowered(lengths, steps)
-                return self._found[1]
-            case ForTemplate(of, request, steps):
-                assert self._code is not None
-                if self._found is None or self._found[0] != of:
-                    self._found = of, self._code.lowered(of.lengths, of.steps)
-                if (one := self._found[1][request]).template is None:
-                    raise TraceError(f"The trace's values cannot be put together: {one.reason}.")
-                return one.template(steps)
-            case ForFunction(code, points, sizes, dtype, path):
-                sys.path[:] = path
-                self._know(code)
-                try:
-                    ((program,),) = unship(code.programs, _no_model, None, self._known)
-                except Exception as error:
-                    return NotAProgram(0, f"it cannot be copied: {type(error).__name__}: {error}")
-                assert isinstance(program, FunctionProgram)
-                try:
-                    return program_of(program.fn, points, sizes, dtype)
-                except NotRowwise as error:
-                    return NotAProgram(error.line, error.reason)
+    def code(
+        self,
+        code: ShippedCode,
+        places: Sequence[Sequence[Place]],
+        standing: Sequence[Sequence[bool]],
+        model: int,
+        path: Sequence[str],
+    ) -> list[str]:
+        """Get the code of a call, without its weights' content. Returns the names of the modules that it imports.
 
-    def _know(self, code: ShippedCode) -> None:
+        Args:
+            places, standing: as of `TapedCode`.
+            model: its number.
+            path: the caller's `sys.path`.
+        """
+        self._begin(code, path)
+        before = set(sys.modules)
+        self._code = TapedCode(places, standing, code, self._models[model], self._known)
+        with contextlib.suppress(Exception):  # the recording says why
+            unship(code.programs, self._models[model].resolve, None, self._known)
+        return [name for name in sys.modules if name not in before]
+
+    def requests(self, lengths: Sequence[int], steps: Sequence[int]) -> list[Any]:
+        """As `TapedCode.lowered`."""
+        if self._found is None or self._found[0] != (lengths, steps):
+            assert self._code is not None
+            self._found = (lengths, steps), self._code.lowered(lengths, steps)
+        return self._found[1]
+
+    def template(self, lengths: Sequence[int], steps: Sequence[int], request: int, fewer: int) -> Any:
+        """The outcome of one of these requests if it has fewer steps."""
+        if (one := self.requests(lengths, steps)[request]).template is None:
+            raise TraceError(f"The trace's values cannot be put together: {one.reason}.")
+        return one.template(fewer)
+
+    def function(
+        self, code: ShippedCode, points: Sequence[Point], sizes: Sequence[int], dtype: str, path: Sequence[str]
+    ) -> Any:
+        """The program of a function (`row_programs.program_of`). Raises NotRowwise."""
+        self._begin(code, path)
+        try:
+            ((program,),) = unship(code.programs, _no_model, None, self._known)
+        except Exception as error:
+            raise NotRowwise(0, f"it cannot be copied: {type(error).__name__}: {error}") from error
+        assert isinstance(program, FunctionProgram)
+        return program_of(program.fn, points, sizes, dtype)
+
+    def _begin(self, code: ShippedCode, path: Sequence[str]) -> None:
+        sys.path[:] = path
         self._known = {digest: self._weights[digest] for digest in code.weights}
 
 
@@ -411,15 +347,15 @@ def asked(name: str) -> Any:
     assert _connection is not None
     send(_connection, Asks(name))
     data = receive(_connection)
-    if isinstance(data, Failed):
-        raise data.error
+    if isinstance(data, Exception):
+        raise data
     return pickle.loads(data)
 
 
-def described(number: int, model: Model) -> NewModel:
+def described(model: Model) -> Model:
     """A model for forks, which ask for the tokenizer and the configuration."""
     ask = [partial(asked, name) for name in ("tokenizer", "text_config")]
-    return NewModel(number, replace(model, tokenizer=ask[0], text_config=ask[1], recorded=OrderedDict()))
+    return replace(model, tokenizer=ask[0], text_config=ask[1], recorded=OrderedDict())
 
 
 def _no_model(reference: Any) -> Any:
@@ -506,5 +442,5 @@ def main(control: int) -> None:
     gc.freeze()  # a collection in a fork would write to the memory that the forks share
     connection = socket.socket(fileno=control)
     connection.sendall(b"r")  # it is ready
-    _Taper(connection).run()
+    Taper(connection).run()
     os._exit(0)

@@ -73,7 +73,7 @@ class _EndedError(Exception):
         self.by_code, self.is_of_fork = by_code, is_of_fork
 
 
-class _Taper:
+class _Process:
     """The process that forks. Its methods may be called by several threads."""
 
     def __init__(self) -> None:
@@ -103,9 +103,9 @@ class _Taper:
         self._sent = 0  # how many models and tensors; a fork has those that were sent before it
         self._models: dict[int, tuple[weakref.ref[Model], int, int]] = {}  # id -> the model, its number, its place
         self._weights: OrderedDict[str, tuple[int, int]] = OrderedDict()  # digest -> bytes, place
-        self._spare: _Fork | None = None  # a fork that is ready, since forking takes time
+        self._spare: _Session | None = None  # a fork that is ready, since forking takes time
 
-    def fork(self, code: ShippedCode, model: Model | None) -> tuple[_Fork, int]:
+    def fork(self, code: ShippedCode, model: Model | None) -> tuple[_Session, int]:
         """A fork that has the code's weights and the model, and the model's number. Raises _EndedError."""
         with self._talking():
             self._wait_until_ready()
@@ -155,18 +155,18 @@ class _Taper:
         lines = self._errors.read().decode(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "")
 
-    def _new_fork(self) -> _Fork:
+    def _new_fork(self) -> _Session:
         own, other = socket.socketpair()
         number = next(self._numbers)
         with other:
-            taper.send(self._control, taper.NewFork(number), passed=[other.fileno()])
-        return _Fork(self, own, number, self._sent)
+            taper.send(self._control, (taper.Taper.fork, number), passed=[other.fileno()])
+        return _Session(self, own, number, self._sent)
 
     def _send_model(self, model: Model) -> tuple[int, int]:
         known, number, place = self._models.get(id(model), (None, 0, 0))
         if known is None or known() is not model:
             number = next(self._numbers)
-            taper.send(self._control, taper.described(number, model))
+            taper.send(self._control, (taper.Taper.model, number, taper.described(model)))
             self._sent = place = self._sent + 1
             self._models[id(model)] = weakref.ref(model), number, place
         return number, place
@@ -177,7 +177,7 @@ class _Taper:
             if digest in self._weights:
                 self._weights.move_to_end(digest)
                 continue
-            taper.send(self._control, taper.NewWeight(digest, len(weight.data)))
+            taper.send(self._control, (taper.Taper.weight, digest, len(weight.data)))
             self._control.sendall(weight.data)
             self._sent += 1
             self._weights[digest] = len(weight.data), self._sent
@@ -186,17 +186,17 @@ class _Taper:
             if digest in code.weights:
                 break
             del self._weights[digest]
-            taper.send(self._control, taper.DropWeight(digest))
+            taper.send(self._control, (taper.Taper.drop_weight, digest))
         return max((self._weights[digest][1] for digest in code.weights), default=0)
 
     def import_(self, names: Sequence[str]) -> None:
         with contextlib.suppress(_EndedError), self._talking():
-            taper.send(self._control, taper.NewModules(names, sys.path))
+            taper.send(self._control, (taper.Taper.import_, names, sys.path))
 
     def end_fork(self, number: int) -> None:
         """End a fork that may not read its connection."""
         with contextlib.suppress(_EndedError), self._talking():
-            taper.send(self._control, taper.EndFork(number))
+            taper.send(self._control, (taper.Taper.end_fork, number))
 
     @property
     def is_running(self) -> bool:
@@ -213,22 +213,22 @@ class _Taper:
         self._process.returncode = 0  # nobody waits for it here
 
 
-class _Fork:
-    """A fork that records one code.
+class _Session:
+    """The connection with a fork that records one code.
 
     Attributes:
-        sent: as of `_Taper` when it began.
+        sent: as of `_Process` when it began.
     """
 
-    def __init__(self, owner: _Taper, sock: socket.socket, number: int, sent: int) -> None:
-        self._taper, self._sock, self._number, self.sent = owner, sock, number, sent
+    def __init__(self, owner: _Process, sock: socket.socket, number: int, sent: int) -> None:
+        self._process, self._sock, self._number, self.sent = owner, sock, number, sent
         _forks.add(self)
 
     def import_(self, names: Sequence[str]) -> None:
         """Have later forks begin with modules that are installed here, too."""
         files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
         if installed := [name for name, file in files.items() if file and is_installed(file)]:
-            self._taper.import_(installed)
+            self._process.import_(installed)
 
     def ask(self, message: Any, code: ShippedCode, model: Model | None = None, seconds: float | None = None) -> Any:
         """The answer. Raises _EndedError if none comes, and errors that the fork has sent."""
@@ -248,18 +248,18 @@ class _Fork:
             raise _EndedError(f"taping it takes more than {seconds:.0f} seconds", by_code=True) from None
         except (OSError, EOFError):
             self.end()
-            self._taper.wait(0.2)  # if it has ended, too, that is known then
-            raise _EndedError("it ends the process in which it is taped", is_of_fork=self._taper.is_running) from None
+            self._process.wait(0.2)  # if it has ended, too, that is known then
+            raise _EndedError("it ends the process in which it is taped", is_of_fork=self._process.is_running) from None
         except BaseException:  # Ctrl-C
             self.end()
             raise
-        if isinstance(answer, taper.Failed):
-            raise answer.error
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
     def end(self) -> None:
         self.close()
-        self._taper.end_fork(self._number)
+        self._process.end_fork(self._number)
 
     def close(self) -> None:
         """The fork ends as soon as it is idle."""
@@ -275,35 +275,36 @@ def _attribute(model: Model | None, name: str) -> Any:
     try:
         return pickle.dumps(getattr(model, name)())
     except Exception as error:
-        return taper.Failed(TraceError(f"{name} cannot be sent to the process that tapes bodies: {error}"))
+        return TraceError(f"{name} cannot be sent to the process that tapes bodies: {error}")
 
 
 # The process.
 
 _lock = threading.RLock()
-_forks: WeakSet[_Fork] = WeakSet()
+_forks: WeakSet[_Session] = WeakSet()
 _codes: WeakSet[_Code] = WeakSet()
-_running: _Taper | None = None
+_Requests = tuple[tuple[int, ...], tuple[int, ...]]  # their lengths and steps
+_running: _Process | None = None
 
 
 def start() -> None:
     """Start the process, if it does not run. Its imports take some seconds, in which this process may do other things."""
     with contextlib.suppress(_EndedError):
-        _taper()
+        _process()
 
 
 def prepare(model: Model | None) -> None:
     """Have a fork ready for code of this model, if the process has started already."""
     with contextlib.suppress(_EndedError):
-        _taper().prepare(model)
+        _process().prepare(model)
 
 
-def _taper() -> _Taper:
+def _process() -> _Process:
     global _running
     with _lock:
         if _running is None or not _running.is_running:
             try:
-                _running = _Taper()
+                _running = _Process()
             except OSError as error:
                 raise _EndedError(f"the process that tapes bodies cannot be started: {error}") from error
         return _running
@@ -328,16 +329,16 @@ os.register_at_fork(after_in_child=_forget)
 _unavailable: tuple[float, str] = (0.0, "")  # until when no process is started, and why
 
 
-def _new_fork(code: ShippedCode, model: Model | None) -> tuple[_Fork, int]:
-    """As `_Taper.fork`, in a new process if the present one has ended."""
+def _new_fork(code: ShippedCode, model: Model | None) -> tuple[_Session, int]:
+    """As `_Process.fork`, in a new process if the present one has ended."""
     global _unavailable
     until, reason = _unavailable
     if time.monotonic() < until:
         raise _EndedError(reason)
     with contextlib.suppress(_EndedError):
-        return _taper().fork(code, model)
+        return _process().fork(code, model)
     try:
-        return _taper().fork(code, model)
+        return _process().fork(code, model)
     except _EndedError as error:
         _unavailable = time.monotonic() + _UNAVAILABLE_SECONDS, str(error)
         raise
@@ -366,29 +367,29 @@ class _Code:
     def __init__(self, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> None:
         self._places, self._standing = places_of(programs), standing_of(programs)
         self._code, self._model = code, model
-        self._found: OrderedDict[taper.ForRequests, list[Lowered]] = OrderedDict()
+        self._found: OrderedDict[_Requests, list[Lowered]] = OrderedDict()
         self._failure: str | None = None  # why it cannot be taped
-        self.fork: _Fork | None = None
+        self.fork: _Session | None = None
         self.lock = threading.RLock()
         _codes.add(self)
 
-    def lowered(self, requests: taper.ForRequests) -> list[Lowered]:
+    def lowered(self, requests: _Requests) -> list[Lowered]:
         """The findings about requests."""
         with self.lock:
             if requests in self._found:
                 return self._found[requests]
             if self._failure is not None:
-                return [_in_forward(self._failure) for _ in requests.lengths]
+                return [_in_forward(self._failure) for _ in requests[0]]
             try:
-                found = _twice(partial(self._ask, requests))
+                found = _twice(partial(self._ask, taper.Fork.requests, *requests))
             except _EndedError as error:
                 if error.by_code:
                     self._failure = str(error)
                 else:
                     warnings.warn(f"Traces run in the forward, which is slow: {error}.", RuntimeWarning, stacklevel=2)
-                return [_in_forward(str(error)) for _ in requests.lengths]
+                return [_in_forward(str(error)) for _ in requests[0]]
             except MidstreamError as error:
-                found = [_in_forward(str(error)) for _ in requests.lengths]
+                found = [_in_forward(str(error)) for _ in requests[0]]
             for i, one in enumerate(found):
                 one.template = partial(self._template, requests, i)
             self._found[requests] = found
@@ -401,19 +402,18 @@ class _Code:
         with self.lock:
             self._found.clear()
 
-    def _template(self, requests: taper.ForRequests, request: int, steps: int) -> Template:
+    def _template(self, requests: _Requests, request: int, steps: int) -> Template:
         """The outcome of a request with fewer steps than foreseen."""
         with self.lock:
             try:
-                return _twice(partial(self._ask, taper.ForTemplate(requests, request, steps)))
+                return _twice(partial(self._ask, taper.Fork.template, *requests, request, steps))
             except _EndedError as error:
                 raise TraceError(f"The trace's values cannot be put together: {error}.") from error
 
-    def _ask(self, message: Any) -> Any:
+    def _ask(self, *message: Any) -> Any:
         if self.fork is None or not self.fork.is_open:
             self.fork, number = _new_fork(self._code, self._model)
-            code = _without_content(self._code)
-            asked = taper.ForCode(code, self._places, self._standing, number, sys.path)
+            asked = taper.Fork.code, _without_content(self._code), self._places, self._standing, number, sys.path
             try:
                 self.fork.import_(self.fork.ask(asked, self._code, seconds=_START_SECONDS))
             except MidstreamError:
@@ -469,7 +469,7 @@ def lowered_requests(
     for each in dropped:
         if isinstance(each, _Code):
             each.forget()
-    return found.lowered(taper.ForRequests(tuple(lengths), tuple(steps)))
+    return found.lowered((tuple(lengths), tuple(steps)))
 
 
 def lower_trace(
@@ -508,23 +508,20 @@ def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Se
         raise NotRowwise(0, str(error)) from error
     if code.by_name is not None:  # the process would import its module anew
         raise NotRowwise(0, code.by_name)
-    asked = taper.ForFunction(_without_content(code), tuple(points), tuple(sizes), dtype, sys.path)
+    about = tuple(points), tuple(sizes), dtype
 
     def ask() -> Any:
         fork, _ = _new_fork(code, None)
         try:
-            return fork.ask(asked, code)
+            return fork.ask((taper.Fork.function, _without_content(code), *about, sys.path), code)
         finally:
             fork.close()
             prepare(None)
 
     def make() -> Made:
         try:
-            answer = _twice(ask)
+            return _twice(ask)  # type: ignore[no-any-return]
         except (_EndedError, MidstreamError) as error:
             raise NotRowwise(0, str(error)) from error
-        if isinstance(answer, taper.NotAProgram):
-            raise NotRowwise(answer.line, answer.reason)
-        return answer  # type: ignore[no-any-return]
 
-    return _programs.get((code.programs, tuple(code.weights), *asked[1:4]), make, lambda _: 2 * len(code.programs))
+    return _programs.get((code.programs, tuple(code.weights), *about), make, lambda _: 2 * len(code.programs))

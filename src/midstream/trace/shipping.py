@@ -130,20 +130,11 @@ def _make_singledispatch(default: Any, registry: list[tuple[type, Any]]) -> Any:
     return made
 
 
-_each_copy_apart = False  # whether each copy of code gets classes of its own, although they are those of another copy
-
-
-def keep_copies_apart() -> None:
-    """Have later copies of code in this process share no classes, so that none sees what another one has changed."""
-    global _each_copy_apart
-    _each_copy_apart = True
-
-
-def _make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
+def _make_class(maker: Callable[..., type], args: tuple[Any, ...], apart: bool = False) -> type:
     """A class that came by value. In the process that sent it, a copy, since cloudpickle would put copied methods into the class itself."""
     original = _SENT.get(args[-2])
     if original is None:
-        return maker(*args[:-2], None, args[-1]) if _each_copy_apart else maker(*args)
+        return maker(*args[:-2], None, args[-1]) if apart else maker(*args)
     if issubclass(original, enum.Enum):  # members are compared by identity
         return original
     made = maker(*args[:-2], None, args[-1])
@@ -204,9 +195,15 @@ class _CopyPickler(CodePickler):
 
 
 class _CodeUnpickler(pickle.Unpickler):
-    def __init__(self, source: io.BytesIO, resolve: Callable[[Any], Any], values: Mapping[int, Any]) -> None:
+    def __init__(
+        self, source: io.BytesIO, resolve: Callable[[Any], Any], values: Mapping[int, Any], apart: bool = False
+    ) -> None:
         super().__init__(source, buffers=map(values.__getitem__, count()))
-        self._resolve = resolve
+        self._resolve, self._apart = resolve, apart
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return functools.partial(found, apart=True) if self._apart and found is _make_class else found
 
     def persistent_load(self, pid: Any) -> Any:
         return self._resolve(pid)
@@ -396,9 +393,10 @@ def unship(
     resolve: Callable[[Any], Any],
     device: torch.device | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
+    apart: bool = False,
 ) -> list[list[TraceProgram]]:
     """The programs, with references resolved by `resolve`, and tensors on `device`. `weights` are the tensors that this process holds, by
-    digest.
+    digest. `apart`: whether they share no classes with other copies, so that none sees what another one has changed.
 
     Raises TraceError if another minor version of Python has sent them: code travels as bytecode.
     """
@@ -407,7 +405,7 @@ def unship(
     source.seek(2)
     with torch.inference_mode(False):
         values = values_of(pickle.load(source), weights or {}, device)
-        programs: Any = _CodeUnpickler(source, resolve, values).load()
+        programs: Any = _CodeUnpickler(source, resolve, values, apart).load()
     if type(programs) is not list or not all(isinstance(each, TraceProgram) for every in programs for each in every):
         raise TraceError("The trace's code was not made by `ship`.")
     return programs
