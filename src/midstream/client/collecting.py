@@ -27,7 +27,7 @@ from midstream.capture.consumers import Collected
 from midstream.capture.directory import Store, remove_orphans
 from midstream.capture.listing import Listing, digest_of
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
-from midstream.lowering.taping import with_programs
+from midstream.lowering.functions import with_programs
 from midstream.plan import fields
 from midstream.plan.selections import Without
 from midstream.plan.values import Capture, Consumer, Plan, has_spans, resolve_spans, with_digests

@@ -22,7 +22,7 @@ from midstream.client.collecting import Collection, Estimate, PromptCheck
 from midstream.client.tracing import EditContext, Session, Tracer, warn_of_functions
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.hooks import is_in_body
-from midstream.lowering.taping import with_programs
+from midstream.lowering.functions import with_programs
 from midstream.plan import fields
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar

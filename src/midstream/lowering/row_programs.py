@@ -3,7 +3,7 @@
     for rows, change in changes(write).at(length): ...             # raises NotRowwise if the write is not linear
     for rows, (program, inputs) in programs_of(write).at(length)   # raises NotRowwise, with the line and the reason
     tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
-    plan = with_programs(plan, facts, program_of)                  # the same for the functions in a plan's `Apply`s
+    program_of(function, points, sizes, dtype)                     # the same for a function
 
 The reader follows each tensor through the graph: it notes which rows of the site's value the tensor has, and on which axis
 (`lowering.row_tensors`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording
@@ -19,7 +19,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -28,11 +27,9 @@ from midstream.errors import PlanError
 from midstream.lowering.linear import LinearBuilder, LinearResult
 from midstream.lowering.row_tensors import OWN_ROWS, Ask, NoProgram, RowChoice, RowOperations, RowTensor, rows_of
 from midstream.plan.building import Builder
-from midstream.plan.ops import Apply
-from midstream.plan.ops.edit import Intervention, RowChange, changed
+from midstream.plan.ops.edit import RowChange
 from midstream.plan.program import Program
 from midstream.plan.steps import DType
-from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import LAYER_SITES, Point, comes_before
 from midstream.trace.code import FunctionProgram
 from midstream.trace.graph import Chain, Value, Write
@@ -362,63 +359,6 @@ def _name_of(point: Any) -> str:
 # Functions in a plan.
 
 
-# The arguments of `program_of` -> its result.
-Finding = Callable[[Callable[..., Any], Sequence[Point], Sequence[int], str], Made]
-
-
-def with_programs(plan: Plan, facts: ModelFacts, find: Finding) -> Plan:
-    """The plan with programs in place of functions.
-
-    Args:
-        find: makes the program of a function. It raises NotRowwise.
-
-    Raises:
-        PlanError: a function is not row-wise, depends on more than the value, or uses an operation that programs do not have. The message
-            has its line and the reason.
-    """
-    return Plan(tuple(one for item in plan.interventions for one in _with_recorded(item, facts, find)))
-
-
-def _with_recorded(item: Intervention, facts: ModelFacts, find: Finding) -> Sequence[Intervention]:
-    if item.parts:
-        edit, *_ = item.parts
-        return [item.with_parts(partial(_in_place_of, edit, one)) for one in _with_recorded(edit, facts, find)]
-    if not isinstance(item, Apply) or not item.is_function:
-        return [item]
-    item = item.counted_from_0(facts.num_layers)
-    by_width: dict[int, list[int]] = {}
-    for layer in item.layers_in(facts.num_layers):
-        if (width := facts.widths.get((item.site, layer))) is not None:
-            by_width.setdefault(width, []).append(layer)
-    if not by_width:
-        there = ", ".join(dict.fromkeys(site for site, _ in facts.widths))
-        raise PlanError(f"The model has no site {item.site!r} (Apply.site); it has {there}.", field="Apply.site")
-    found = []
-    for width, layers in by_width.items():
-        made = _program_at(item, width, layers[0], facts, find)
-        program, inputs = made.program, made.inputs
-        found.append(changed(item, layers=tuple(layers), program=program, inputs=inputs))
-    return found
-
-
-def _in_place_of(old: Intervention, new: Intervention, part: Intervention) -> Intervention:
-    return new if part is old else part
-
-
-def _program_at(item: Apply, width: int, layer: int, facts: ModelFacts, find: Finding) -> Made:
-    """The program of the function at the site of one layer."""
-    if missing := [point for point in item.inputs if point not in facts.widths]:
-        raise PlanError(
-            f"Apply.inputs: the model has no {missing[0][0]!r} at layer {missing[0][1]}.", field="Apply.inputs"
-        )
-    function: Any = item.program
-    sizes = [width, *(facts.widths[point] for point in item.inputs)]
-    try:
-        return find(function, [(item.site, layer), *item.inputs], sizes, facts.dtype)
-    except NotRowwise as error:
-        raise _refused(error.reason, error.line) from None
-
-
 def program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
     """The program of a function, which is called in this process. Raises NotRowwise.
 
@@ -446,12 +386,3 @@ def _of_rows(
     reader = RowwiseReader(values[0], line)
     reader.may_use = lambda point: point in points[1:]
     return reader.program(found)
-
-
-def _refused(reason: str, line: int) -> PlanError:
-    where, reason = f"line {line} of " if line else "", reason.rstrip(".")
-    return PlanError(
-        f"Apply.program: {where}the function cannot be a program: {reason}. Write a function of each token's value alone, with tensor "
-        "operations, such as torch.where in place of if; or a trace, which may do anything.",
-        field="Apply.program",
-    )

@@ -3,7 +3,7 @@
     start()                                                     # ahead of the first trace, while the engine loads
     prepare(model)                                              # once the engine is there
     lowering = lower_trace(programs, code, model, lengths, steps)
-    plan = with_programs(plan, facts)                           # for the functions in a plan's `Apply`s
+    made = program_of(function, points, sizes, dtype)           # of a function in a plan's `Apply`
 
 Each caller's process has one `taper`, which ends with it, and in it a fork for each of the latest codes. Code that ends or blocks its
 fork runs in the engine's forward, where it may do so.
@@ -33,13 +33,13 @@ from typing import Any
 from weakref import WeakSet
 
 from midstream.errors import MidstreamError, TraceError
-from midstream.lowering import row_programs, taper, tiers
+from midstream.lowering import taper
 from midstream.lowering.client_traces import Template
 from midstream.lowering.recordings import places_of
 from midstream.lowering.row_programs import Made, NotRowwise
 from midstream.lowering.tiers import Lowered, Lowering, Note, standing_of
 from midstream.memory import Memory
-from midstream.plan.values import ModelFacts, Plan
+from midstream.runtime.request import Tier
 from midstream.sites import Point
 from midstream.trace.code import FunctionProgram, TraceProgram
 from midstream.trace.record import Model
@@ -49,6 +49,7 @@ from midstream.trace.weights import Weight
 
 _START_SECONDS = 120.0  # until the process is ready
 _SECONDS = 30.0  # for one answer
+_EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explained`
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
 _MOST_FOUND = 512  # requests of one code, by calls, whose plans are remembered
 _FORKS = 6  # codes whose recordings are kept
@@ -484,23 +485,37 @@ def lower_trace(
 
 
 def explained(program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False) -> str:
-    """As `tiers.explained`."""
-    return tiers.explained(lowered_requests, program, model, length, is_streamed)
+    """The fate of a program line by line, as text. It assumes eight steps.
+
+    Args:
+        length: of the prompt, in tokens; None for 512.
+        is_streamed: whether the caller reads values while the request runs.
+    """
+    assumed, steps = _EXPLAINED
+    programs = [[program]]
+    (found,) = lowered_requests(programs, ship(programs), model, [length or assumed], [steps])
+    lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
+    tier = Tier.PLAN if found.reads_nothing else found.tier
+    if is_streamed and found.tier is Tier.CLIENT:
+        tier = Tier.BEHIND
+    ends = {
+        Tier.PLAN: "A plan does all of it: no code runs in the engine.",
+        Tier.CLIENT: "A plan does all of it, and captures what the trace keeps: no code runs in the engine.",
+        Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not "
+        "stopped.",
+        Tier.FORWARD: "The trace runs in the forward: its steps are slower, for all requests in them.",
+    }
+    return "\n".join([*lines, ends[tier]])
 
 
 def _in_forward(reason: str) -> Lowered:
     return Lowered(notes=[Note(0, "forward", reason)], reason=f"line 0: {reason}")
 
 
-def with_programs(plan: Plan, facts: ModelFacts) -> Plan:
-    """As `row_programs.with_programs`."""
-    return row_programs.with_programs(plan, facts, _program_of)
-
-
 _programs: Memory[Made] = Memory()
 
 
-def _program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
+def program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Sequence[int], dtype: str) -> Made:
     """As `row_programs.program_of`. A function that was recorded with equal variables is not recorded again."""
     try:
         code = ship([[FunctionProgram(function)]])

@@ -29,21 +29,16 @@ from midstream.sites import Point
 from midstream.trace.code import TraceProgram
 from midstream.trace.graph import StepGraph, Write, repeats
 from midstream.trace.record import Model, Recording
-from midstream.trace.shipping import ShippedCode, ship
+from midstream.trace.shipping import ShippedCode
 from midstream.trace.weights import on_device
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it changes all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _MOST_FORMS = 8  # of the programs of one write, which the engine runs one after the other
-_EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture: at a point that is read in the prompt's step alone, and at others.
 _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
 _WHOLE = (("all_prompt",), ("all",))
-
-
-# The arguments of `taping.lowered_requests` -> its result.
-Finding = Callable[..., "list[Lowered]"]
 
 
 @dataclass(frozen=True)
@@ -188,33 +183,6 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     items = counted_from_0(plan, num_layers).interventions
     own = {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
     return own.union(*(item.further for item in items))
-
-
-def explained(
-    find: Finding, program: TraceProgram, model: Model, length: int | None = None, is_streamed: bool = False
-) -> str:
-    """The fate of a program line by line, as text. It assumes eight steps.
-
-    Args:
-        find: finds where it can run.
-        length: of the prompt, in tokens; None for 512.
-        is_streamed: whether the caller reads values while the request runs.
-    """
-    assumed, steps = _EXPLAINED
-    programs = [[program]]
-    (found,) = find(programs, ship(programs), model, [length or assumed], [steps])
-    lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
-    tier = Tier.PLAN if found.reads_nothing else found.tier
-    if is_streamed and found.tier is Tier.CLIENT:
-        tier = Tier.BEHIND
-    ends = {
-        Tier.PLAN: "A plan does all of it: no code runs in the engine.",
-        Tier.CLIENT: "A plan does all of it, and captures what the trace keeps: no code runs in the engine.",
-        Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not "
-        "stopped.",
-        Tier.FORWARD: "The trace runs in the forward: its steps are slower, for all requests in them.",
-    }
-    return "\n".join([*lines, ends[tier]])
 
 
 # Recording.
