@@ -1,7 +1,9 @@
-"""Linear functions of a site's row that one operation of the registry computes: what the steps of a program compute, as far as it is one.
+"""Programs that one operation of the registry can do: linear functions of a site's row.
 
-`LinearBuilder` takes the place of a `Builder`: it follows the function of each result instead of keeping steps. `Steer.saying(change, ...)`
-and the other kinds make edits of the last one. The row may be added to once: `(h + a) - a` rounds twice, and no edit does.
+    change = change_of(program)                # None if the program is another function
+    Steer.saying(change, ...)                  # this and the other kinds make edits of it
+
+The row may be added to once: `(h + a) - a` rounds twice, and no edit does.
 
 Legend: H the site's width.
 """
@@ -9,21 +11,18 @@ Legend: H the site's width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from midstream.errors import PlanError
-from midstream.plan.building import Builder, StepResult
-from midstream.plan.checking import plain
 from midstream.plan.ops.edit import RowChange
+from midstream.plan.program import Program
 from midstream.plan.rowwise import Shaped, overload
-from midstream.plan.steps import Ref
+from midstream.plan.running import tensor_of
+from midstream.plan.steps import INPUT, Const, Ref, Step
 
-_ROWS = 2  # any number
-_NOT_LINEAR = "it is not linear"
 _MOST_FACTOR = 1e6  # of a number that is multiplied with others of them: float32 does not overflow
 
 
@@ -59,73 +58,60 @@ Form = RowChange | Along | Weighted
 _ROW = RowChange(1.0, (), None, 0.0)  # h itself
 
 
-@dataclass(frozen=True, eq=False)
-class LinearResult(StepResult):
-    """A result, and the function that it is."""
-
-    form: Form
-
-
-class LinearBuilder(Builder):
-    """Follows the functions of results in place of steps. Arguments as of `Builder`."""
-
-    def __init__(self, width: int, dtype: str) -> None:
-        super().__init__(width, dtype)
-        self._made = 0
-        zeros = torch.zeros(_ROWS, width, dtype=getattr(torch, dtype))
-        self._inputs = [self._result(zeros, _ROW)]
-
-    def add(
-        self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
-    ) -> LinearResult:
-        """As of `Builder`. Raises PlanError also for a result that has none of the forms."""
-        if op not in _RULES:
-            raise PlanError(_NOT_LINEAR)
-        like = [plain(each, _zeros, _ROWS) for each in args]
-        zeros = overload(op)(*like, **{name: plain(each, _zeros, _ROWS) for name, each in kwargs.items()})
-        given = [self._operand(each) for each in args or kwargs.values()]
-        form = _RULES[op](*given, **{name: kwargs[name] for name in ("alpha",) if name in kwargs})
-        if op == "_to_copy.default" and not self._keeps_all(like[0].dtype, zeros.dtype):
-            raise PlanError(_NOT_LINEAR)
-        if isinstance(form, _Known):
-            form = RowChange(0.0, (), form.numbers, form.eps)
-        if isinstance(form, RowChange) and form.constant is not None:
-            form = form._replace(constant=form.constant.expand(self.width))
-        row = zeros.shape[1:]
-        is_number, is_row = math.prod(row) == 1, math.prod(row) == self.width and row[-1:] == (self.width,)
-        if form is None or zeros.shape[0] != _ROWS or not (is_number if isinstance(form, Along) else is_row):
-            raise PlanError(_NOT_LINEAR)
-        return self._result(zeros, form)
-
-    def _result(self, zeros: torch.Tensor, form: Form) -> LinearResult:
-        self._made += 1
-        return LinearResult(Ref(self._made), Shaped(zeros, 1), form)
-
-    def _operand(self, given: Any) -> Any:
-        if isinstance(given, LinearResult):
-            return given.form
-        if not isinstance(given, (torch.Tensor, int, float)):
-            return given
-        numbers = given if isinstance(given, torch.Tensor) else torch.tensor(given, dtype=torch.float64)
-        fits = numbers.numel() in (1, self.width) and not numbers.is_complex()
-        return _Known(numbers.reshape(-1).double(), _eps(numbers.dtype)) if fits else None
-
-    def _keeps_all(self, before: torch.dtype, after: torch.dtype) -> bool:
-        """Whether a conversion loses nothing but what the site's own dtype loses, too."""
-        if after == getattr(torch, self.dtype):
-            return True
-        return before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
+def change_of(program: Program) -> RowChange | None:
+    """The change of a row that the program makes; None if no edit makes it."""
+    forms: list[Form] = []
+    for step, result in zip(program.steps, program.checked.results, strict=True):
+        form = _form_of(step, result, forms, program)
+        if form is None:
+            return None
+        forms.append(form)
+    found = _ROW if program.result == INPUT else forms[program.result.step]  # type: ignore[union-attr]
+    return found if isinstance(found, RowChange) else None
 
 
-def _zeros(argument: Any) -> Any:
-    return argument.shaped.meta if isinstance(argument, LinearResult) else argument
+def _form_of(step: Step, result: Shaped, forms: list[Form], program: Program) -> Form | None:
+    """The function that a step's result is, as far as it has one of the forms."""
+    if step.op not in _RULES:
+        return None
+    named = dict(step.kwargs)
+    args = step.args or [named[each.name] for each in overload(step.op)._schema.arguments if each.name in named]
+    alpha = {"alpha": named["alpha"]} if "alpha" in named else {}
+    form = _RULES[step.op](*(_operand(each, forms, program) for each in args), **alpha)
+    if step.op == "_to_copy.default":
+        before = program.checked.results[args[0].step].meta.dtype if args[0] != INPUT else None
+        if not _keeps_all(before, result.meta.dtype, getattr(torch, program.dtype)):
+            return None
+    if isinstance(form, _Known):
+        form = RowChange(0.0, (), form.numbers, form.eps)
+    if isinstance(form, RowChange) and form.constant is not None:
+        form = form._replace(constant=form.constant.expand(program.width))
+    row = result.meta.shape[1:]
+    is_number, is_row = math.prod(row) == 1, math.prod(row) == program.width and row[-1:] == (program.width,)
+    return form if result.rows == 1 and (is_number if isinstance(form, Along) else is_row) else None
 
 
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+def _operand(given: Any, forms: list[Form], program: Program) -> Any:
+    if isinstance(given, Ref):
+        return _ROW if given == INPUT else forms[given.step] if given.step >= 0 and given.out is None else None
+    if isinstance(given, Const):
+        given = tensor_of(program.constants[given.place], torch.device("cpu"))
+    if not isinstance(given, (torch.Tensor, int, float)):
+        return given
+    numbers = given if isinstance(given, torch.Tensor) else torch.tensor(given, dtype=torch.float64)
+    eps = torch.finfo(numbers.dtype).eps if numbers.dtype.is_floating_point else 0.0
+    return _Known(numbers.reshape(-1).double(), eps) if numbers.numel() in (1, program.width) else None
 
 
-# The rules. `LinearBuilder` drops a form that does not fit the result's shape.
+def _keeps_all(before: torch.dtype | None, after: torch.dtype, own: torch.dtype) -> bool:
+    """Whether a conversion loses nothing but what the site's own dtype loses, too."""
+    before = before or own
+    if after == own:
+        return True
+    return before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
+
+
+# The rules. A form that does not fit the result's shape is dropped.
 
 
 def _same(x: Any, *_: Any) -> Any:

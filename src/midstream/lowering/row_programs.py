@@ -1,6 +1,5 @@
-"""Reads recorded tensors that are row-wise functions of a site's value: as linear changes of its rows, and as programs (`plan.program`).
+"""Reads recorded tensors that are row-wise functions of a site's value, as programs (`plan.program`).
 
-    for rows, change in changes(write).at(length): ...             # raises NotRowwise if the write is not linear
     for rows, (program, inputs) in programs_of(write).at(length)   # raises NotRowwise, with the line and the reason
     tensor = RowwiseReader(read, line).row_tensor(value)           # the same for a value that is not written
     program_of(function, points, sizes, dtype)                     # the same for a function
@@ -19,15 +18,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.linear import LinearBuilder, LinearResult
 from midstream.lowering.row_tensors import OWN_ROWS, Ask, NoProgram, RowChoice, RowOperations, RowTensor, rows_of
 from midstream.plan.building import Builder
-from midstream.plan.ops.edit import RowChange
 from midstream.plan.program import Program
 from midstream.plan.steps import DType
 from midstream.sites import LAYER_SITES, Point, comes_before
@@ -36,8 +33,7 @@ from midstream.trace.graph import Chain, Value, Write
 from midstream.trace.record import fingerprint, record_function
 from midstream.tree import objects_in
 
-T = TypeVar("T")
-_MOST_CHANGES, _MOST_PROGRAMS = 1 << 10, 1 << 8  # of one write, for tokens with numbers of their own
+_MOST_READINGS = 1 << 10  # of one write, for tokens with numbers of their own
 _FILLED = "it uses a tensor of its own that it has filled with values of the model: make it with torch.zeros_like(h) or h.new_zeros(...)"
 # A function is recorded for each of these numbers of tokens, and has to do the same. The first is a prime: see `Notes.rows`.
 _FUNCTION_ROWS = (1009, 2)
@@ -66,19 +62,18 @@ class Made(NamedTuple):
     inputs: tuple[Point, ...] = ()
 
 
-class RowReadings(Generic[T]):
+class RowReadings:
     """The readings of a write, each for the rows that give the same answers (`row_tensors.Ask`).
 
     Args:
         read: reads the write for the row that its argument answers for.
         line: of the write.
-        most: how many readings there may be.
     """
 
-    def __init__(self, read: Callable[[Ask], T], line: int, most: int) -> None:
-        self._read, self._line, self._most = read, line, most
+    def __init__(self, read: Callable[[Ask], Made], line: int) -> None:
+        self._read, self._line = read, line
         self._known: dict[
-            tuple[int, ...], dict[tuple[int, ...], T]
+            tuple[int, ...], dict[tuple[int, ...], Made]
         ] = {}  # numbers of questions -> answers -> the reading
         self._count = 0
         self._numbers: dict[tuple[str, Any], int] = {}  # a question -> its number
@@ -87,15 +82,15 @@ class RowReadings(Generic[T]):
         self._length = 0
         self._answers: dict[int, list[int]] = {}  # of all rows of a prompt of this length
 
-    def at(self, length: int) -> list[tuple[list[int], T]]:
+    def at(self, length: int) -> list[tuple[list[int], Made]]:
         """Which rows of a prompt have which reading. Raises NotRowwise, also for a row that a prompt of this length does not have."""
-        found: dict[int, tuple[list[int], T]] = {}
+        found: dict[int, tuple[list[int], Made]] = {}
         for row in range(length):
             reading = self.of(row, length)
             found.setdefault(id(reading), ([], reading))[0].append(row)
         return list(found.values())
 
-    def of(self, row: int, length: int) -> T:
+    def of(self, row: int, length: int) -> Made:
         """The reading of a row of a prompt. Raises NotRowwise as `at` does."""
         if length != self._length:
             self._length, self._answers = length, {}
@@ -107,9 +102,9 @@ class RowReadings(Generic[T]):
 
         def ask(rows: RowChoice, own: torch.Tensor | None) -> int:
             labels = self._labels_of(own)
-            if labels is not None and (different := len(set(labels))) > self._most:
+            if labels is not None and (different := len(set(labels))) > _MOST_READINGS:
                 raise NotRowwise(
-                    self._line, f"it has other numbers for each of {different} tokens; a plan: up to {self._most}"
+                    self._line, f"it has other numbers for each of {different} tokens; a plan: up to {_MOST_READINGS}"
                 )
             if labels is not None and not any(labels):  # equal at all rows
                 return 0
@@ -120,8 +115,10 @@ class RowReadings(Generic[T]):
             return asked[number]
 
         self._count += 1
-        if self._count > self._most:
-            raise NotRowwise(self._line, f"it does something else at each of more than {self._most} groups of tokens")
+        if self._count > _MOST_READINGS:
+            raise NotRowwise(
+                self._line, f"it does something else at each of more than {_MOST_READINGS} groups of tokens"
+            )
         reading = self._read(ask)
         self._known.setdefault(tuple(asked), {})[tuple(asked.values())] = reading
         return reading
@@ -157,25 +154,7 @@ class RowReadings(Generic[T]):
         return self._answers[number]
 
 
-def changes(write: Write) -> RowReadings[RowChange]:
-    """The changes that a write makes. `at` raises NotRowwise if it is not linear."""
-    was = write.was
-
-    def read(ask: Ask) -> RowChange:
-        if len(was.shape) != 2:
-            raise NotRowwise(write.line, "its value has further axes")
-        dtype = str(was.dtype).removeprefix("torch.")
-        result = RowwiseReader(was, write.line, LinearBuilder(was.shape[1], dtype), ask).whole(write.now).result
-        if not isinstance(result, LinearResult) or not isinstance(result.form, RowChange):
-            raise NotRowwise(write.line, "it is not linear")
-        return result.form
-
-    return RowReadings(read, write.line, _MOST_CHANGES)
-
-
-def programs_of(
-    write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True
-) -> RowReadings[Made]:
+def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True) -> RowReadings:
     """The programs that make a write. `at` raises NotRowwise if it is not row-wise, or uses an operation that programs do not have.
 
     Args:
@@ -183,13 +162,11 @@ def programs_of(
     """
 
     def read(ask: Ask) -> Made:
-        if write.was.part is not None:
-            raise NotRowwise(write.line, "it is about one of a layer's two streams")
         reader = RowwiseReader(write.was, write.line, ask=ask)
         reader.may_use = lambda point: comes_before(point, write.point) and are_together(point, write.point)
         return reader.program(write.now)
 
-    return RowReadings(read, write.line, _MOST_PROGRAMS)
+    return RowReadings(read, write.line)
 
 
 def _ask_nothing(rows: RowChoice, own: torch.Tensor | None) -> int:

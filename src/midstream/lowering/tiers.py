@@ -16,8 +16,9 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows, SavedRowsFinder, Template
+from midstream.lowering.linear import change_of
 from midstream.lowering.recordings import Place, Recorded, Recorder, places_of
-from midstream.lowering.row_programs import Made, NotRowwise, RowReadings, changes, programs_of
+from midstream.lowering.row_programs import Made, NotRowwise, programs_of
 from midstream.lowering.validation import UNCHECKED, Difference, difference, steps_to_check
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
@@ -35,6 +36,7 @@ from midstream.trace.weights import on_device
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it changes all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
+_MOST_PROGRAMS = 1 << 8  # of one write
 _MOST_FORMS = 8  # of the programs of one write, which the engine runs one after the other
 # The positions to capture: at a point that is read in the prompt's step alone, and at others.
 _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
@@ -451,36 +453,33 @@ def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
 
 def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, model: Model) -> list[Edit]:
     """The edits that make a write: of the kinds that can, else programs. Raises _Stays if there are none."""
-    edits = _linear(recorded.once(changes, write), write, length, phase)
     try:
-        if edits is None:
-            made = recorded.once(programs_of, write, model.are_together).at(length)
-            edits = _programs(made, write, length, phase, model.holds_weights)
+        made = recorded.once(programs_of, write, model.are_together).at(length)
     except NotRowwise as error:
         raise _Stays(error.line or write.line, error.reason) from None
+    edits = _linear(made, write, length, phase)
+    if edits is None:
+        edits = _programs(made, write, length, phase, model.holds_weights)
     note = Note(write.line, "edit", f"{write.point[0]}[{write.point[1]}] is edited by a plan")
     if edits and note not in notes:
         notes.append(note)
     return edits
 
 
-def _linear(found: RowReadings[RowChange], write: Write, length: int, phase: str) -> list[Edit] | None:
-    """The edits that make the changes; None if one is not linear, or if no kind of edit can make it."""
+def _linear(found: Sequence[tuple[list[int], Made]], write: Write, length: int, phase: str) -> list[Edit] | None:
+    """The edits that make the changes of these rows; None if no kind of edit can make one of them."""
     edits: list[Edit] = []
-    try:
-        first = found.of(0, length)
-        if not first.is_nothing and not _said(first, [{"phase": phase}, *_places([0], length, phase)], write):
-            return None
-        changes_of_rows = found.at(length)
-    except NotRowwise:
+    if len(write.was.shape) != 2:
         return None
-    for rows, change in changes_of_rows:
-        if change.is_nothing:
-            continue
-        made = _said(change, _places(rows, length, phase), write)
-        if not made:
+    for rows, made in found:
+        change = change_of(made.program)
+        if change is None:
             return None
-        edits += made
+        if not change.is_nothing:
+            said = _said(change, _places(rows, length, phase), write)
+            if not said:
+                return None
+            edits += said
     return edits
 
 
@@ -488,7 +487,14 @@ def _programs(
     found: Sequence[tuple[list[int], Made]], write: Write, length: int, phase: str, holds_weights: bool
 ) -> list[Edit]:
     """The edits for programs, each of these rows. Raises _Stays if they are too many or too large."""
+    if write.was.part is not None:
+        raise _Stays(write.line, "it is about one of a layer's two streams")
     found = [(rows, made) for rows, made in found if made.program.result != INPUT]
+    if len(found) > _MOST_PROGRAMS:
+        raise _Stays(
+            write.line,
+            f"it does something else at each of {len(found)} groups of tokens; a plan: up to {_MOST_PROGRAMS}",
+        )
     if len({made.program.form.key for _, made in found}) > _MOST_FORMS:
         raise _Stays(write.line, f"it does something else at each of more than {_MOST_FORMS} tokens")
     carried = (made.program.held[0] if holds_weights else made.program for _, made in found)
