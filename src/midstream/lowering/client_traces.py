@@ -135,7 +135,7 @@ class SavedRowsFinder:
 
     def of(self, recording: Recording) -> dict[int, _Read]:
         """The rows of saved tensors, by the ids of their stand-ins. Raises _NotFromRows, also for a tensor that is not of the forward."""
-        if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
+        if not recording.only_saves:
             raise _NotFromRows
         known: dict[Any, _Read] = {}
         readers: dict[int, tuple[RowwiseReader, list[Any]]] = {}

@@ -87,25 +87,18 @@ class _MessagePickler(pickle.Pickler):
         return len(self.large) - 1
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Constant:
-            return _constant, tuple(getattr(obj, each.name) for each in fields(obj))
-        if type(obj) is Program:
-            return _program, (obj.checked, *(getattr(obj, each.name) for each in fields(obj)))
-        return NotImplemented
+        if type(obj) not in (Constant, Program):
+            return NotImplemented
+        values = {each.name: getattr(obj, each.name) for each in fields(obj)}
+        return _made, (type(obj), values, getattr(obj, "checked", None))
 
 
-def _constant(*values: Any) -> Constant:
-    """A constant that was checked where it was made."""
-    made = object.__new__(Constant)
-    vars(made).update(zip((each.name for each in fields(Constant)), values, strict=True))
-    return made
-
-
-def _program(facts: Checked, *values: Any) -> Program:
-    """A program that was checked where it was made."""
-    made = object.__new__(Program)
-    vars(made).update(zip((each.name for each in fields(Program)), values, strict=True))
-    remember(made, facts)
+def _made(kind: type, values: Mapping[str, Any], facts: Checked | None) -> Any:
+    """A constant or a program that was checked where it was made."""
+    made = object.__new__(kind)
+    vars(made).update(values)
+    if facts is not None:
+        remember(made, facts)
     return made
 
 

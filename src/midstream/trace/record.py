@@ -122,9 +122,7 @@ class Recording:
         outcome: its saved values, with stand-ins in place of tensors; or its error.
         needs_body: whether it does more than write to the model.
         only_saves: whether saving is all that it does apart from reads and writes.
-        saved: the tensors that it saves.
         sizes: every size of a value of the forward that it looks at.
-        makes_numbers: whether it takes numbers of the forward.
         may_raise: the line of an operation whose errors depend on numbers of the forward.
         watched: the points whose values a cache keeps in all later steps, with the line.
         changes_process: whether it changes the process that runs it; then another recording there may not see that.
@@ -136,9 +134,7 @@ class Recording:
     outcome: Outcome = field(default_factory=Outcome)
     needs_body: bool = True
     only_saves: bool = False
-    saved: list[StandIn] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
-    makes_numbers: bool = False
     may_raise: int | None = None
     watched: dict[Point, int] = field(default_factory=dict)
     changes_process: bool = False
@@ -172,7 +168,7 @@ def record(
     notes = Notes(_file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules, codes = _give_kinds(program)
-    loaded, before = len(sys.modules), _state_of_process(modules)
+    loaded, settings, variables = len(sys.modules), _settings(), _variables(modules)
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
@@ -193,9 +189,9 @@ def record(
         notes.line = notes.line or _line_of(error, notes.file)
     finally:
         CURRENT.reset(token)
-    if len(sys.modules) > loaded:  # imports may change variables of other modules
-        before, modules = {name: each for name, each in before.items() if type(each) is not _Same}, {}
-    changed = _changed(before, _state_of_process(modules))
+    changed = next((name for name, value in _settings().items() if value != settings[name]), None)
+    if len(sys.modules) == loaded:  # imports may change variables of other modules
+        changed = changed or _changed(variables, _variables(modules))
     if changed is not None:
         notes.reason = notes.reason or f"it changes {changed}"
     found = outcome(body, program)
@@ -220,9 +216,7 @@ def record(
         found,
         does_more or returns or bool(body.saves) or body.asks_by_number or notes.may_raise is not None,
         not (does_more or has_others),
-        body.saved,
         notes.sizes,
-        notes.makes_numbers,
         notes.may_raise,
         body.watched,
         changed is not None,
@@ -323,11 +317,10 @@ def _without_class_ids(data: bytes) -> bytes:
     return re.sub(rb"[0-9a-f]{32}", numbered, data)
 
 
-def _state_of_process(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
-    """What code may change in its process, apart from its own variables."""
+def _settings() -> dict[str, Any]:
+    """What code may change in its process, apart from variables."""
     arrays: Any = np.random.get_state()
-    variables = {f"{name}.{each}": _Same(value) for name, own in modules.items() for each, value in vars(own).items()}
-    return variables | {
+    return {
         "the random numbers of Python": random.getstate(),
         "the random numbers of numpy": (arrays[1].tobytes(), *arrays[2:]),
         "the random numbers of torch": torch.get_rng_state().numpy().tobytes(),
@@ -338,22 +331,16 @@ def _state_of_process(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
     }
 
 
-class _Same:
-    """A variable of a module. Equal to another one with the same object."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+def _variables(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
+    return {f"{name}.{each}": value for name, own in modules.items() for each, value in vars(own).items()}
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The name of the first thing that differs; None if there is none."""
+    """The name of the first variable with another object; None if there is none."""
     for name in before | now:
-        if name not in before and isinstance(now[name].value, (ModuleType, FunctionType, type)):
+        if name not in before and isinstance(now[name], (ModuleType, FunctionType, type)):
             continue  # imports add modules, and packages that load their parts late add functions and classes
-        if before.get(name) != now.get(name):
+        if name not in before or name not in now or before[name] is not now[name]:
             return name
     return None
 
@@ -420,7 +407,6 @@ class RecordedBody(Body):
     """A body whose forward computes nothing. It never waits.
 
     Attributes:
-        saved: the tensors that it has saved.
         watched: as in `Recording`.
     """
 
@@ -428,7 +414,7 @@ class RecordedBody(Body):
         super().__init__("recorded", lambda: None, in_engine=True)
         self.forward, self.neighbours = model.envoy._forward, {}
         self.now, self.ended = 0, steps == 0
-        self.notes, self.saved = notes, list[StandIn]()
+        self.notes = notes
         self.watched: dict[Point, int] = {}
         self._model, self._tokens, self._count = model, tokens, steps
         self._visit: _RecordedVisit | None = None
@@ -490,8 +476,6 @@ class RecordedBody(Body):
             self.saves.put(value, value)
             return value
         saved: Any = value.clone()
-        if isinstance(saved, StandIn):
-            self.saved.append(saved)
         if self._visit is not None:
             self._visit.follow(value, saved)
         self.saves.put(value, saved)
