@@ -101,22 +101,17 @@ class _Process:
         self._lock = threading.RLock()
         self._is_ready = False
         self._numbers = count()
-        self._sent = 0  # how many models and tensors; a fork has those that were sent before it
-        self._models: dict[int, tuple[weakref.ref[Model], int, int]] = {}  # id -> the model, its number, its place
-        self._weights: OrderedDict[str, tuple[int, int]] = OrderedDict()  # digest -> bytes, place
-        self._spare: _Session | None = None  # a fork that is ready, since forking takes time
+        self._models: dict[int, tuple[weakref.ref[Model], int]] = {}  # id -> the model, its number
+        self._weights: OrderedDict[str, int] = OrderedDict()  # digest -> bytes
+        self._spare: _Session | None = None  # a fork that is ready and has all of these, since forking takes time
 
     def fork(self, code: ShippedCode, model: Model | None) -> tuple[_Session, int]:
         """A fork that has the code's weights and the model, and the model's number. Raises _EndedError."""
         with self._talking():
             self._wait_until_ready()
-            number, needed = self._send_model(model) if model is not None else (0, 0)
-            needed = max(needed, self._send_weights(code))
-            fork, self._spare = self._spare, None
-            if fork is not None and fork.sent < needed:
-                fork.close()
-                fork = None
-            fork = fork or self._new_fork()
+            number = self._send_model(model) if model is not None else 0
+            self._send_weights(code)
+            fork, self._spare = self._spare or self._new_fork(), None
         return fork, number
 
     def prepare(self, model: Model | None) -> None:
@@ -125,9 +120,9 @@ class _Process:
             if not self._is_ready and not select.select([self._control], [], [], 0)[0]:
                 return
             self._wait_until_ready()
-            needed = self._send_model(model)[1] if model is not None else 0
-            if self._spare is None or self._spare.sent < needed:
-                self._spare = self._new_fork()
+            if model is not None:
+                self._send_model(model)
+            self._spare = self._spare or self._new_fork()
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
@@ -161,34 +156,38 @@ class _Process:
         number = next(self._numbers)
         with other:
             taper.send(self._control, (taper.Taper.fork, number), passed=[other.fileno()])
-        return _Session(self, own, number, self._sent)
+        return _Session(self, own, number)
 
-    def _send_model(self, model: Model) -> tuple[int, int]:
-        known, number, place = self._models.get(id(model), (None, 0, 0))
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+
+    def _send_model(self, model: Model) -> int:
+        """Send the model, if it is new. Returns its number."""
+        known, number = self._models.get(id(model), (None, 0))
         if known is None or known() is not model:
+            self._drop_spare()
             number = next(self._numbers)
             taper.send(self._control, (taper.Taper.model, number, taper.described(model)))
-            self._sent = place = self._sent + 1
-            self._models[id(model)] = weakref.ref(model), number, place
-        return number, place
+            self._models[id(model)] = weakref.ref(model), number
+        return number
 
-    def _send_weights(self, code: ShippedCode) -> int:
-        """Send the code's weights that the process lacks. Returns the place of the last one."""
+    def _send_weights(self, code: ShippedCode) -> None:
+        """Send the code's weights that the process lacks."""
         for digest, weight in code.weights.items():
-            if digest in self._weights:
-                self._weights.move_to_end(digest)
-                continue
-            taper.send(self._control, (taper.Taper.weight, digest, len(weight.data)))
-            self._control.sendall(weight.data)
-            self._sent += 1
-            self._weights[digest] = len(weight.data), self._sent
-        while sum(size for size, _ in self._weights.values()) > _WEIGHT_BYTES:
+            if digest not in self._weights:
+                self._drop_spare()
+                taper.send(self._control, (taper.Taper.weight, digest, len(weight.data)))
+                self._control.sendall(weight.data)
+                self._weights[digest] = len(weight.data)
+            self._weights.move_to_end(digest)
+        while sum(self._weights.values()) > _WEIGHT_BYTES:
             digest = next(iter(self._weights))
             if digest in code.weights:
                 break
             del self._weights[digest]
             taper.send(self._control, (taper.Taper.drop_weight, digest))
-        return max((self._weights[digest][1] for digest in code.weights), default=0)
 
     def import_(self, names: Sequence[str]) -> None:
         with contextlib.suppress(_EndedError), self._talking():
@@ -215,14 +214,10 @@ class _Process:
 
 
 class _Session:
-    """The connection with a fork that records one code.
+    """The connection with a fork that records one code."""
 
-    Attributes:
-        sent: as of `_Process` when it began.
-    """
-
-    def __init__(self, owner: _Process, sock: socket.socket, number: int, sent: int) -> None:
-        self._process, self._sock, self._number, self.sent = owner, sock, number, sent
+    def __init__(self, owner: _Process, sock: socket.socket, number: int) -> None:
+        self._process, self._sock, self._number = owner, sock, number
         _forks.add(self)
 
     def import_(self, names: Sequence[str]) -> None:
