@@ -1,6 +1,7 @@
 """The recordings of a call's code, cached for later calls of the same code with other prompts.
 
-A body is recorded twice (`trace.record`) on one copy of its variables, and the second time the codes of a call run in the opposite order.
+A body is recorded twice (`trace.record`), and the second time the codes of a call run in the opposite order. If several requests share
+variables, they do so on one copy of these, and otherwise on two.
 If the two recordings differ, the code depends on something that a recording misses: a variable that it changes, or the prompt's length. Two
 recordings of different lengths reveal the latter, and serve all lengths in between.
 
@@ -24,6 +25,7 @@ from midstream.trace.stand_in import is_plain
 T = TypeVar("T")
 Place = tuple[int, int]  # a request, and which of its programs
 _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
+_Recordings = dict[tuple[Place, int], Recording]
 _SHORT = 5  # tokens of the short prompt in a recording for all lengths
 _LONGER = 5  # tokens more of the second prompt in a check: another parity, and rows of each special kind
 _FEW = 4  # the least steps of a recording
@@ -45,9 +47,7 @@ class Recorded:
         differences: what `lowering.validation` has found about the tapes of requests.
     """
 
-    def __init__(
-        self, recordings: dict[tuple[Place, int], Recording], steps: _Jobs, lengths: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, recordings: _Recordings, steps: _Jobs, lengths: tuple[int, int] | None) -> None:
         self._recordings, self._steps, self._lengths = recordings, steps, lengths
         self.differences: dict[Hashable, Any] = {}
         self.forget()
@@ -145,10 +145,11 @@ class Recorder:
     def _record(self, jobs: _Jobs) -> Recorded:
         if (for_all := self._refused(jobs) or self._for_lengths(jobs)) is not None:
             return for_all
-        found, agree = self._twice(jobs, one_copy=True)
-        if not agree and len(self.places) == 1:
-            found, _ = self._twice(jobs, one_copy=False)
-        return Recorded(found, jobs, None)
+        once, again = self._twice(jobs, jobs)
+        for key, recording in once.items():
+            if not _agree(recording, again[key]):
+                recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
+        return Recorded(once, jobs, None)
 
     def of(self, recorded: Recorded, place: Place, length: int, steps: int) -> Recording:
         """The recording for a request. With fewer steps than were recorded, the code may end differently."""
@@ -198,31 +199,23 @@ class Recorder:
             steps[place] = max(most, steps.get(place, 0))
         long = 2 * max(lengths) + 501
         for short in sorted({min(_SHORT, min(lengths)), min(lengths)}):
-            copy = self._copy()
-            once = {place: self._run(copy, place, short, most) for place, most in steps.items()}
-            again = {place: self._run(copy, place, long, most) for place, most in reversed(steps.items())}
-            self._compare(copy)
-            if all(_agree(each, again[place]) and each.sizes == again[place].sizes for place, each in once.items()):
-                found = {(place, short): recording for place, recording in once.items()}
-                return Recorded(found, {(place, short): most for place, most in steps.items()}, (short, long))
+            first, second = ({(place, length): most for place, most in steps.items()} for length in (short, long))
+            once, again = self._twice(first, second)
+            pairs = [(once[place, short], again[place, long]) for place in steps]
+            if all(_agree(one, other) and one.sizes == other.sizes for one, other in pairs):
+                return Recorded(once, first, (short, long))
         self._depends_on_length = True
         return None
 
-    def _twice(self, jobs: _Jobs, one_copy: bool) -> tuple[dict[tuple[Place, int], Recording], bool]:
-        """Record each program for each length. Also returns whether the two recordings of each agree."""
+    def _twice(self, first: _Jobs, second: _Jobs) -> tuple[_Recordings, _Recordings]:
+        """Record programs, and record them again in the opposite order. The codes of several requests share their variables."""
         copy = self._copy()
-        once = {(place, length): self._run(copy, place, length, most) for (place, length), most in jobs.items()}
-        self._compare(copy)
-        copy = copy if one_copy else self._copy()
-        again = {
-            (place, length): self._run(copy, place, length, most) for (place, length), most in reversed(jobs.items())
-        }
-        agree = True
-        for key, recording in once.items():
-            if not _agree(recording, again[key]):
-                agree = False
-                recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
-        return once, agree
+        once = {key: self._run(copy, *key, most) for key, most in first.items()}
+        if self._are_several:
+            fresh, used = fingerprint(self._copy()), fingerprint(copy)
+            self.changes_shared = self.changes_shared or fresh is None or fresh != used
+        copy = copy if len(self.places) > 1 else self._copy()
+        return once, {key: self._run(copy, *key, most) for key, most in reversed(second.items())}
 
     def _run(self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int) -> Recording:
         program = copy[place[0]][place[1]]
@@ -238,12 +231,6 @@ class Recorder:
 
     def _copy(self) -> list[list[TraceProgram]]:
         return self.copy(self._model.resolve)
-
-    def _compare(self, copy: list[list[TraceProgram]]) -> None:
-        """Note whether the recordings have changed the variables of `copy`."""
-        if self._are_several:
-            fresh, used = fingerprint(self._copy()), fingerprint(copy)
-            self.changes_shared = self.changes_shared or fresh is None or fresh != used
 
 
 def places_of(programs: Sequence[Sequence[TraceProgram]]) -> list[list[Place]]:

@@ -556,15 +556,17 @@ def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
 def _together(each: Sequence[Lowered]) -> Lowered:
     notes = [note for one in each for note in one.notes]
     recordings = [recording for one in each for recording in one.recordings]
-    if reason := next((one.reason for one in each if one.tier is Tier.FORWARD), None):
-        return _in_forward(notes, reason, recordings)
     written = [
         point for one in each for point in {(edit.site, layer) for edit in one.edits for layer in edit.at_layers}
     ]
-    if len(set(written)) < len(written):
-        return _in_forward(notes, "two of its bodies write to one site", recordings)
-    if any(point in written for one in each for edit in one.edits for point in edit.further):
-        return _in_forward(notes, "one of its bodies may use a value that another writes", recordings)
+    reason = next((one.reason for one in each if one.tier is Tier.FORWARD), None)
+    if reason is None and len(set(written)) < len(written):
+        reason = "two of its bodies write to one site"
+    if reason is None and any(point in written for one in each for edit in one.edits for point in edit.further):
+        reason = "one of its bodies may use a value that another writes"
+    if reason is not None:
+        keeps = _keeps_to_graphs(recordings, {})
+        return Lowered(notes=notes, reason=reason, keeps_to_graphs=keeps, recordings=recordings)
     reads: dict[Point, bool] = {}
     for one in each:
         for point, in_prompt in one.reads.items():
@@ -573,8 +575,3 @@ def _together(each: Sequence[Lowered]) -> Lowered:
     tier = Tier.PLAN if all(one.tier is Tier.PLAN for one in each) else Tier.BEHIND
     keeps = _keeps_to_graphs(recordings, reads)
     return Lowered(tier, edits, reads, None, notes, None, keeps, recordings=recordings)
-
-
-def _in_forward(notes: list[Note], reason: str, recordings: Sequence[Recording]) -> Lowered:
-    keeps = _keeps_to_graphs(recordings, {})
-    return Lowered(notes=notes, reason=reason, keeps_to_graphs=keeps, recordings=recordings)
