@@ -1,9 +1,8 @@
 """The recordings of a call's code, cached for later calls of the same code with other prompts.
 
-A body is recorded twice (`trace.record`), and the second time the codes of a call run in the opposite order. If several requests share
-variables, they do so on one copy of these, and otherwise on two.
-If the two recordings differ, the code depends on something that a recording misses: a variable that it changes, or the prompt's length. Two
-recordings of different lengths reveal the latter, and serve all lengths in between.
+A body is recorded twice (`trace.record`), and the second time the codes of a call run in the opposite order. The codes of several requests
+run on one copy of their variables, which they share. If the two recordings differ, the code depends on something that a recording misses: a
+variable that it changes, or the prompt's length. Two recordings of different lengths reveal the latter, and serve all lengths in between.
 
 A recording of many steps also serves requests with fewer steps: the code is run once more to see how it ends.
 """
@@ -124,7 +123,6 @@ class Recorder:
         self._changing: dict[Place, str | None] = {}  # the programs that change this process, with the reason
         self._recorded: list[Recorded] = []  # the last one first
         self._again: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._converted: dict[Any, tuple[torch.Tensor, Any]] = {}
 
     def recorded(self, lengths: Sequence[int], steps: Sequence[int]) -> Recorded:
         """The recordings for requests with these prompts and at most so many steps."""
@@ -219,7 +217,7 @@ class Recorder:
 
     def _run(self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int) -> Recording:
         program = copy[place[0]][place[1]]
-        made = record(program, self._model, length, steps, self._has_arrays, self._converted)
+        made = record(program, self._model, length, steps, self._has_arrays)
         if made.changes_process:
             self._changing.setdefault(place, made.reason)
         made.reason = made.reason or self._changing.get(place)

@@ -148,14 +148,7 @@ class Recording:
         return 2
 
 
-def record(
-    program: TraceProgram,
-    model: Model,
-    tokens: int,
-    steps: int,
-    has_arrays: bool = False,
-    converted: dict[Any, tuple[torch.Tensor, Any]] | None = None,
-) -> Recording:
+def record(program: TraceProgram, model: Model, tokens: int, steps: int, has_arrays: bool = False) -> Recording:
     """Run a program's code on stand-ins.
 
     Args:
@@ -163,9 +156,8 @@ def record(
         tokens: the length of the prompt.
         steps: the number of the request's steps.
         has_arrays: whether the program has numpy arrays.
-        converted: as in `Notes`.
     """
-    notes = Notes(_file_of(program), has_arrays, {} if converted is None else converted)
+    notes = Notes(_file_of(program), has_arrays)
     body = RecordedBody(model, notes, tokens, steps)
     modules, codes = _give_kinds(program)
     loaded, settings, variables = len(sys.modules), _settings(), _variables(modules)
@@ -236,7 +228,7 @@ def record_function(
         what it returns, None if that is no tensor; why it cannot be recorded, None if it can; and the line of its last operation.
     """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    notes = Notes(code.co_filename if code is not None else "", True, {})
+    notes = Notes(code.co_filename if code is not None else "", True)
     notes.rows = rows
     notes.steps.append(StepGraph(values[0].shape[0]))
     given, printed = [notes.new(value) for value in values], _PrintedOutput()

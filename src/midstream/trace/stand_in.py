@@ -256,7 +256,6 @@ class Notes:
     Args:
         file: of the code, whose lines are noted.
         has_arrays: whether the code has numpy arrays, which may share memory with tensors.
-        converted: large tensors of another dtype that the recordings of one code share.
 
     Attributes:
         steps: the graphs of the steps so far.
@@ -268,8 +267,8 @@ class Notes:
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
 
-    def __init__(self, file: str, has_arrays: bool, converted: dict[Any, tuple[torch.Tensor, Any]]) -> None:
-        self.file, self.has_arrays, self.converted = file, has_arrays, converted
+    def __init__(self, file: str, has_arrays: bool) -> None:
+        self.file, self.has_arrays = file, has_arrays
         self.steps: list[StepGraph] = []
         self.reason: str | None = None
         self.line = 0
@@ -396,7 +395,7 @@ class Notes:
         if not any(map(self.is_unknown, tensors)):
             if facts.refused == _DRAWS and _draws(func, args, kwargs):
                 self.end(facts.refused)
-            return self._converted(func, args, kwargs) if func is aten._to_copy.default else func(*args, **kwargs)
+            return _converted(*args, **kwargs) if func is aten._to_copy.default else func(*args, **kwargs)
         if facts.refused is not None and (facts.refused != _DRAWS or _draws(func, args, kwargs)):
             self.end(facts.refused)
         if len(facts.changes) > 1:
@@ -440,18 +439,6 @@ class Notes:
                 if places is None or not _shape_of(of) or places > _shape_of(of)[dim]:
                     return False
         return any(isinstance(index, StandIn) for index in indices)
-
-    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A conversion of the code's own tensor. A large tensor that has never been written to is converted once for all recordings."""
-        (tensor,) = args
-        place = unwritten(tensor)
-        if place is None or tensor.nbytes < _LARGE:
-            return func(*args, **kwargs)
-        key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
-        if key not in self.converted:
-            # The copy reserves the place for this content.
-            self.converted[key] = (lazy_copy(tensor), func(*args, **kwargs))
-        return lazy_copy(self.converted[key][1])
 
     def _valued(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with values in place of tensors."""
@@ -519,6 +506,22 @@ class Notes:
             self.sizes.append(len(result))
             return type(result)(view(meta, place) for place, meta in enumerate(result))
         return view(result, None)
+
+
+# Large tensors that were converted, each with its result. The process records one code.
+_CONVERTED: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _converted(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A conversion of the code's own tensor. A large tensor that has never been written to is converted once for all recordings."""
+    place = unwritten(tensor)
+    if place is None or tensor.nbytes < _LARGE:
+        return aten._to_copy.default(tensor, **kwargs)  # type: ignore[no-any-return]
+    key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
+    if key not in _CONVERTED:
+        # The copy reserves the place for this content.
+        _CONVERTED[key] = lazy_copy(tensor), aten._to_copy.default(tensor, **kwargs)
+    return lazy_copy(_CONVERTED[key][1])
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
