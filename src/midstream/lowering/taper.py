@@ -95,7 +95,7 @@ class _MessagePickler(pickle.Pickler):
 
 def _made(kind: type, values: Mapping[str, Any], facts: Checked | None) -> Any:
     """A constant or a program that was checked where it was made."""
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     vars(made).update(values)
     if facts is not None:
         remember(made, facts)

@@ -44,7 +44,7 @@ from midstream.trace.body import Body
 from midstream.trace.code import Failure, Outcome, TraceProgram, outcome
 from midstream.trace.devices import showing
 from midstream.trace.envoy import AbsentModel
-from midstream.trace.graph import StepGraph, repeats
+from midstream.trace.graph import varied_steps
 from midstream.trace.interleaver import BehindStep
 from midstream.trace.parallel import AbsentStage, Peers
 from midstream.trace.visit import Visit
@@ -103,13 +103,9 @@ class _Unknown(BaseException):
 
 def steps_to_check(tape: Tape, steps: int) -> int:
     """How many steps of a request show all that its code does: up to the last one that differs from the one before."""
-    return min(steps, max(_FEW_STEPS, *(_varied(each.steps) for each in tape.recordings)))
-
-
-def _varied(steps: Sequence[StepGraph]) -> int:
+    recorded = [each.steps for each in tape.recordings]
     # In the last of many steps the code returns, and so differs in any case; in a check it does so earlier.
-    last = len(steps) if len(steps) <= _MANY_STEPS else len(steps) - 1
-    return next((i + 1 for i in range(last - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
+    return min(steps, max(_FEW_STEPS, *(varied_steps(own[: max(len(own) - 1, _MANY_STEPS)]) for own in recorded)))
 
 
 def difference(

@@ -108,6 +108,11 @@ def repeats(one: StepGraph, before: StepGraph) -> bool:
     return one.tokens == before.tokens and _same_step(one, before, {})
 
 
+def varied_steps(steps: Sequence[StepGraph]) -> int:
+    """The number of steps before all later ones repeat the one before them; at least 2."""
+    return next((i + 1 for i in range(len(steps) - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
+
+
 def same_steps(one: Sequence[StepGraph], other: Sequence[StepGraph]) -> bool:
     """Whether two recordings did the same. The prompts may have different lengths."""
     if len(one) != len(other):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 import random
 import re
@@ -35,11 +34,11 @@ from midstream.errors import TraceError
 from midstream.hooks import CURRENT
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import Body, StopTrace, current_body, never_reached, step_is_over
-from midstream.trace.code import BlockProgram, FunctionProgram, Outcome, TraceProgram, outcome
+from midstream.trace.code import BlockProgram, FunctionProgram, Outcome, TraceProgram, code_of, outcome
 from midstream.trace.devices import showing
 from midstream.trace.envoy import AbsentModel, Envoy
 from midstream.trace.forward import LAST_POINTS
-from midstream.trace.graph import StepGraph, Value, Write, repeats
+from midstream.trace.graph import StepGraph, Value, Write, varied_steps
 from midstream.trace.parallel import AbsentStage, Peers
 from midstream.trace.saves import is_installed, variables_of
 from midstream.trace.shipping import CodePickler
@@ -141,11 +140,8 @@ class Recording:
 
     @cached_property
     def varied(self) -> int:
-        """The number of steps before all later ones repeat the one before them; at least 2."""
-        for number in range(len(self.steps) - 1, 1, -1):
-            if not repeats(self.steps[number], self.steps[number - 1]):
-                return number + 1
-        return 2
+        """As `graph.varied_steps`."""
+        return varied_steps(self.steps)
 
 
 def record(program: TraceProgram, model: Model, tokens: int, steps: int, has_arrays: bool = False) -> Recording:
@@ -227,8 +223,7 @@ def record_function(
     Returns:
         what it returns, None if that is no tensor; why it cannot be recorded, None if it can; and the line of its last operation.
     """
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    notes = Notes(code.co_filename if code is not None else "", True)
+    notes = Notes(_file_of(FunctionProgram(function)), True)
     notes.rows = rows
     notes.steps.append(StepGraph(values[0].shape[0]))
     given, printed = [notes.new(value) for value in values], _PrintedOutput()
@@ -377,9 +372,7 @@ _OF_TIME = frozenset({"now", "today", "utcnow"})
 
 def _file_of(program: TraceProgram) -> str:
     program = getattr(program, "program", program)  # of a standing edit
-    if isinstance(program, BlockProgram):
-        return program.block.code.co_filename
-    code = getattr(program.fn, "__code__", None) if isinstance(program, FunctionProgram) else None
+    code = program.block.code if isinstance(program, BlockProgram) else code_of(program.fn)  # type: ignore[union-attr]
     return code.co_filename if code is not None else ""
 
 
