@@ -405,7 +405,7 @@ class Notes:
         has_unknown = any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors)
         if facts.may_raise and has_unknown and not self._fit(func, args, kwargs):
             self.may_raise = self.may_raise or self.at()
-        result = self._shaped(func, facts, args, kwargs)
+        result = self._shaped(func, facts, args, kwargs, tensors)
         if facts.changes:
             return self._changed(func, facts.changes[0], args, kwargs)
         if facts.is_view:
@@ -445,13 +445,12 @@ class Notes:
         values: Any = map_tensors((tuple(args), kwargs), lambda _, tensor: self.value_of(tensor))
         return values  # type: ignore[no-any-return]
 
-    def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any) -> Any:
+    def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """The results on the meta device, with their shapes. Steps repeat, so most results are known."""
         key: Any = None
-        given = [tensor for _, tensor in leaves((args, kwargs))]
         try:
             # Known indices have to lie in the tensor: the zeros have sizes, and the indices have their numbers.
-            if any(not self.is_unknown(each) and not each.dtype.is_floating_point and each.ndim for each in given):
+            if any(not (isinstance(t, StandIn) or t.dtype.is_floating_point) and t.ndim for t in tensors):
                 args, kwargs = map_tensors((tuple(args), kwargs), lambda _, tensor: self._zeros(tensor))
                 return map_tensors(func(*args, **kwargs), lambda _, tensor: tensor.to("meta"))
             # Views share the memory of these very tensors, and changes in place change their shapes.
