@@ -78,9 +78,10 @@ def _form_of(step: Step, result: Shaped, forms: list[Form], program: Program) ->
     args = step.args or [named[each.name] for each in overload(step.op)._schema.arguments if each.name in named]
     alpha = {"alpha": named["alpha"]} if "alpha" in named else {}
     form = _RULES[step.op](*(_operand(each, forms, program) for each in args), **alpha)
-    if step.op == "_to_copy.default":
-        before = program.checked.results[args[0].step].meta.dtype if args[0] != INPUT else None
-        if not _keeps_all(before, result.meta.dtype, getattr(torch, program.dtype)):
+    own, after = getattr(torch, program.dtype), result.meta.dtype
+    if step.op == "_to_copy.default" and after != own:  # which loses nothing but what the site's own dtype loses, too
+        before = own if args[0] == INPUT else program.checked.results[args[0].step].meta.dtype
+        if not (before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after):
             return None
     if isinstance(form, _Known):
         form = RowChange(0.0, (), form.numbers, form.eps)
@@ -101,14 +102,6 @@ def _operand(given: Any, forms: list[Form], program: Program) -> Any:
     numbers = given if isinstance(given, torch.Tensor) else torch.tensor(given, dtype=torch.float64)
     eps = torch.finfo(numbers.dtype).eps if numbers.dtype.is_floating_point else 0.0
     return _Known(numbers.reshape(-1).double(), eps) if numbers.numel() in (1, program.width) else None
-
-
-def _keeps_all(before: torch.dtype | None, after: torch.dtype, own: torch.dtype) -> bool:
-    """Whether a conversion loses nothing but what the site's own dtype loses, too."""
-    before = before or own
-    if after == own:
-        return True
-    return before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
 
 
 # The rules. A form that does not fit the result's shape is dropped.

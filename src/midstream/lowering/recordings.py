@@ -49,16 +49,14 @@ class Recorded:
     def __init__(self, recordings: _Recordings, steps: _Jobs, lengths: tuple[int, int] | None) -> None:
         self._recordings, self._steps, self._lengths = recordings, steps, lengths
         self.differences: dict[Hashable, Any] = {}
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the findings about the recordings."""
         self._found: dict[Hashable, tuple[Any, Any]] = {}
         self.lowered: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, lowered: Any) -> None:
+        """Remember the findings about a kind of requests."""
         if len(self.lowered) >= _MOST_LOWERED:
-            self.forget()
+            self._found.clear()
+            self.lowered.clear()
         self.lowered[key] = lowered
 
     def serves(self, jobs: _Jobs) -> bool:

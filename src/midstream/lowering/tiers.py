@@ -533,12 +533,6 @@ def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) 
     return ()
 
 
-def _is_too_large(program: Program, holds_weights: bool) -> bool:
-    """Whether requests would have to carry too many numbers. Numbers that the engine holds are sent once."""
-    carried = program.held[0] if holds_weights else program
-    return carried.nbytes > _MOST_CONSTANTS
-
-
 def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
     """Whether captures are better than running the code after the step.
 
@@ -547,7 +541,8 @@ def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
     programs = [program for program in saved_rows.programs.values() if program is not None]
     if not saved_rows.programs:
         return True
-    if any(_is_too_large(program, model.holds_weights) for program in programs):
+    carried = [program.held[0] if model.holds_weights else program for program in programs]  # by each request
+    if any(program.nbytes > _MOST_CONSTANTS for program in carried):
         return False
     only_prompt = all(found.reads[point] for point in saved_rows.programs)
     return bool(programs) or saved_rows.last or not only_prompt

@@ -156,7 +156,8 @@ def record(program: TraceProgram, model: Model, tokens: int, steps: int, has_arr
     notes = Notes(_file_of(program), has_arrays)
     body = RecordedBody(model, notes, tokens, steps)
     modules, codes = _give_kinds(program)
-    loaded, settings, variables = len(sys.modules), _settings(), _variables(modules)
+    loaded, settings = len(sys.modules), _settings()
+    variables = {name: dict(vars(own)) for name, own in modules.items()}
     printed = _PrintedOutput()
     token = CURRENT.set(body)
     try:
@@ -179,7 +180,7 @@ def record(program: TraceProgram, model: Model, tokens: int, steps: int, has_arr
         CURRENT.reset(token)
     changed = next((name for name, value in _settings().items() if value != settings[name]), None)
     if len(sys.modules) == loaded:  # imports may change variables of other modules
-        changed = changed or _changed(variables, _variables(modules))
+        changed = changed or _changed(variables, modules)
     if changed is not None:
         notes.reason = notes.reason or f"it changes {changed}"
     found = outcome(body, program)
@@ -318,17 +319,15 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _variables(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
-    return {f"{name}.{each}": value for name, own in modules.items() for each, value in vars(own).items()}
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The name of the first variable with another object; None if there is none."""
-    for name in before | now:
-        if name not in before and isinstance(now[name], (ModuleType, FunctionType, type)):
-            continue  # imports add modules, and packages that load their parts late add functions and classes
-        if name not in before or name not in now or before[name] is not now[name]:
-            return name
+def _changed(before: Mapping[str, Mapping[str, Any]], modules: Mapping[str, ModuleType]) -> str | None:
+    """The name of the first variable of these modules with another object than before; None if there is none."""
+    for module, was in before.items():
+        now = vars(modules[module])
+        for name in {**was, **now}:
+            if name not in was and isinstance(now[name], (ModuleType, FunctionType, type)):
+                continue  # imports add modules, and packages that load their parts late add functions and classes
+            if name not in was or name not in now or was[name] is not now[name]:
+                return f"{module}.{name}"
     return None
 
 
