@@ -325,23 +325,12 @@ os.register_at_fork(after_in_child=_forget)
 _unavailable: tuple[float, str] = (0.0, "")  # until when no process is started, and why
 
 
-def _new_fork(code: ShippedCode, model: Model | None) -> tuple[_Session, int]:
-    """As `_Process.fork`, in a new process if the present one has ended."""
+def _twice(ask: Callable[[], Any]) -> Any:
+    """The answer, of a second fork or process if the first one ends: something else than the code may have ended it."""
     global _unavailable
     until, reason = _unavailable
     if time.monotonic() < until:
         raise _EndedError(reason)
-    with contextlib.suppress(_EndedError):
-        return _process().fork(code, model)
-    try:
-        return _process().fork(code, model)
-    except _EndedError as error:
-        _unavailable = time.monotonic() + _UNAVAILABLE_SECONDS, str(error)
-        raise
-
-
-def _twice(ask: Callable[[], Any]) -> Any:
-    """The answer, of a second fork if the first one ends: something else than the code may have ended it."""
     try:
         return ask()
     except _EndedError as error:
@@ -351,6 +340,8 @@ def _twice(ask: Callable[[], Any]) -> Any:
         return ask()
     except _EndedError as error:
         error.by_code = error.by_code or error.is_of_fork
+        if not error.by_code:
+            _unavailable = time.monotonic() + _UNAVAILABLE_SECONDS, str(error)
         raise
 
 
@@ -408,7 +399,7 @@ class _Code:
 
     def _ask(self, *message: Any) -> Any:
         if self.fork is None or not self.fork.is_open:
-            self.fork, number = _new_fork(self._code, self._model)
+            self.fork, number = _process().fork(self._code, self._model)
             asked = taper.Fork.code, _without_content(self._code), self._places, self._standing, number, sys.path
             try:
                 self.fork.import_(self.fork.ask(asked, self._code, seconds=_START_SECONDS))
@@ -521,7 +512,7 @@ def program_of(function: Callable[..., Any], points: Sequence[Point], sizes: Seq
     about = tuple(points), tuple(sizes), dtype
 
     def ask() -> Any:
-        fork, _ = _new_fork(code, None)
+        fork, _ = _process().fork(code, None)
         try:
             return fork.ask((taper.Fork.function, _without_content(code), *about, sys.path), code)
         finally:
