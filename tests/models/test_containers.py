@@ -66,6 +66,22 @@ TOLD = {
     "a bound method": ("xs = []; keep = xs.append", "keep(H(3))", "keep"),
     "a list in a tuple": ("t = ([],)", "t[0].append(H(3))", "t"),
     "a list of a torch module": ("m = Lens()", "m.inner.rows.append(H(3))", "rows"),
+    "an object that pickles itself": (
+        "class C:\n    def __reduce__(self):\n        return C, (), self.__dict__\nc = C(); c.rows = []",
+        "c.rows.append(save(H(3)))",
+        "c",
+    ),
+    "an object with a state of its own": (
+        "class C:\n    def __getstate__(self):\n        return {'rows': self.rows}\nc = C(); c.rows = []",
+        "c.rows.append(save(H(3)))",
+        "c",
+    ),
+    "an array of objects": ("import numpy as np; a = np.empty(2, dtype=object)", "a[0] = save(H(3))", "a"),
+    "a list in an array of objects": (
+        "import numpy as np; a = np.empty(1, dtype=object); a[0] = []",
+        "a[0].append(save(H(3)))",
+        "a",
+    ),
     "an iterator in a list": ("xs = [iter([1, 2])]", "next(xs[0])", "xs"),
 }
 

@@ -49,6 +49,7 @@ from midstream.trace.saves import (
     is_callers,
     is_imported,
     is_installed,
+    is_written_by_caller,
     pickles_by_default,
 )
 
@@ -338,11 +339,12 @@ def _version(value: Any) -> Any:
     if issubclass(kind, torch.Tensor):
         # A trainable parameter is the caller's own on `LanguageModel`.
         return 0 if value.is_inference() or (value.requires_grad and value.is_leaf) else value._version
-    if issubclass(kind, np.ndarray):
-        return hash(value.tobytes()) if not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES else None
-    if _module(kind) in sys.stdlib_module_names:
+    if issubclass(kind, np.ndarray) and not value.dtype.hasobject:
+        return hash(value.tobytes()) if value.nbytes <= _HASHED_BYTES else None
+    if issubclass(kind, np.ndarray) or _module(kind) in sys.stdlib_module_names or is_written_by_caller(kind):
         with contextlib.suppress(Exception):  # it cannot be pickled
-            return _copied(value.__reduce_ex__(4))
+            once, again = (_copied(value.__reduce_ex__(4)) for _ in range(2))
+            return once if _same_version(once, again) else None  # some make new objects each time
     return None
 
 

@@ -77,10 +77,13 @@ ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 def is_callers(kind: type) -> bool:
     """Whether the caller wrote a class, and Python's default way pickles its instances."""
+    return is_written_by_caller(kind) and pickles_by_default(kind)
+
+
+def is_written_by_caller(kind: type) -> bool:
+    """Whether the caller wrote a class."""
     module = kind.__module__
     if not isinstance(module, str) or issubclass(kind, type) or module.startswith("midstream."):
-        return False
-    if not pickles_by_default(kind):
         return False
     if module == "__main__" or module not in sys.modules:  # sent by value by a process that has the module
         return True
