@@ -328,7 +328,7 @@ def test_what_only_the_cpu_refuses_in_a_late_step_is_noticed():
             h = model.layers_output[1]
             if step == 20:
                 try:
-                    torch.linalg.qr(h.half())
+                    torch.nn.functional.conv1d(h[None], torch.ones(1, 1, 1), dilation=0)
                     h += V
                 except RuntimeError:
                     h += 10 * V

@@ -222,6 +222,8 @@ class SavedRowsFinder:
 
         def saved(stand_in: torch.Tensor) -> RowRange:
             read = found[id(stand_in)]
+            if self.rows.last and not read.is_of_last:  # only the last row of the prompt is captured
+                raise _NotFromRows
             known = [part.ref for part in self._parts[read.point]]
             first, count = _stretch(read, prompt)
             first = prompt + read.step - 1 if read.step else first

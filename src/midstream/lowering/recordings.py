@@ -143,8 +143,7 @@ class Recorder:
             return for_all
         once, again = self._twice(jobs, jobs)
         for key, recording in once.items():
-            if not _agree(recording, again[key]):
-                recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
+            self._expect(recording, again[key], key[0])
         return Recorded(once, jobs, None)
 
     def of(self, recorded: Recorded, place: Place, length: int, steps: int) -> Recording:
@@ -198,8 +197,12 @@ class Recorder:
             first, second = ({(place, length): most for place, most in steps.items()} for length in (short, long))
             once, again = self._twice(first, second)
             pairs = [(once[place, short], again[place, long]) for place in steps]
-            if all(_agree(one, other) and one.sizes == other.sizes for one, other in pairs):
+            agree = all(_agree(one, other) for one, other in pairs)
+            if agree and all(one.sizes == other.sizes for one, other in pairs):
                 return Recorded(once, first, (short, long))
+            copy = self._copy()
+            for (place, _), one in once.items() if not agree else ():  # the process may make the difference
+                self._expect(one, self._run(copy, place, short, steps[place]), place)
         self._depends_on_length = True
         return None
 
@@ -212,6 +215,12 @@ class Recorder:
             self.changes_shared = self.changes_shared or fresh is None or fresh != used
         copy = copy if len(self.places) > 1 else self._copy()
         return once, {key: self._run(copy, *key, most) for key, most in reversed(second.items())}
+
+    def _expect(self, recording: Recording, again: Recording, place: Place) -> None:
+        """Note that a program does something else each time it runs, unless two recordings of it agree."""
+        if not _agree(recording, again):
+            recording.reason = recording.reason or again.reason or "it does something else each time it runs"
+            self._changing.setdefault(place, recording.reason)
 
     def _run(self, copy: list[list[TraceProgram]], place: Place, length: int, steps: int) -> Recording:
         program = copy[place[0]][place[1]]

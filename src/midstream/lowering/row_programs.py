@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.errors import PlanError
-from midstream.lowering.row_tensors import OWN_ROWS, Ask, NoProgram, RowChoice, RowOperations, RowTensor, rows_of
+from midstream.lowering.row_tensors import OWN_ROWS, TWICE, Ask, NoProgram, RowChoice, RowOperations, RowTensor, rows_of
 from midstream.plan.building import Builder
 from midstream.plan.program import Program
 from midstream.plan.steps import DType
@@ -145,6 +145,8 @@ class RowReadings:
                 rows = rows_of(chosen, self._length)
             except IndexError:
                 raise NotRowwise(self._line, "it is about a row that the prompt does not have") from None
+            if len(set(rows)) < len(rows):
+                raise NotRowwise(self._line, TWICE)
             if labels is not None and len(labels) != len(rows):
                 raise NotRowwise(self._line, OWN_ROWS)
             answers = [-1] * self._length

@@ -37,6 +37,7 @@ _WITH_NUMBER = {
 
 
 _PRODUCT = "it multiplies tokens with each other"
+TWICE = "it names a token twice"
 OWN_ROWS = "a tensor has numbers of its own for each token"
 
 # Which rows: indices that are applied to the list of all rows, one after the other. Empty for all rows.
@@ -370,7 +371,7 @@ class RowOperations:
         places = tuple(first.tolist())
         count = max(self.count(tensor), 1)
         if len({place % count for place in places}) < len(places):
-            raise NoProgram("it names a token twice")
+            raise NoProgram(TWICE)
         return places
 
     def op_index_put(

@@ -6,6 +6,7 @@ captured rows after the step. Otherwise, and in all uncertain cases, the code ru
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tag
 
 from midstream.errors import PlanError
 from midstream.lowering.client_traces import ClientTrace, Ending, SavedRows, SavedRowsFinder, Template
@@ -23,12 +25,13 @@ from midstream.lowering.validation import UNCHECKED, Difference, difference, ste
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program
+from midstream.plan.rowwise import FLOATING, PACKETS
 from midstream.plan.steps import INPUT
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
 from midstream.trace.code import TraceProgram
-from midstream.trace.graph import StepGraph, Write, repeats
+from midstream.trace.graph import StepGraph, Value, Write, repeats
 from midstream.trace.record import Model, Recording
 from midstream.trace.shipping import ShippedCode
 from midstream.trace.weights import on_device
@@ -38,6 +41,12 @@ _MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it chang
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _MOST_PROGRAMS = 1 << 8  # of one write
 _MOST_FORMS = 8  # of the programs of one write, which the engine runs one after the other
+# Operations that neither PyTorch's tags nor the table of programs name.
+_NEVER_RAISE = frozenset(
+    "copy fill zero lift_fresh lift_fresh_copy _unsafe_view new_zeros new_ones new_full new_empty empty_like dot addmv addr baddbmm tril "
+    "triu _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math".split()
+)
+_RAISE_BY_INDICES = frozenset("index_add index_copy index_fill index_reduce put take".split())
 # The positions to capture: at a point that is read in the prompt's step alone, and at others.
 _LAST = (("last_prompt",), ("last_prompt", "all_generated"))
 _WHOLE = (("all_prompt",), ("all",))
@@ -318,6 +327,7 @@ def _lowered(
     try:
         _refuse(recording, made.reads, model)
         made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model))
+        _refuse_errors(recording)
         if recording.needs_body and not is_standing:
             finder = recorded.once(SavedRowsFinder.found, recording, model.dtype)
         made.saved_rows = finder.rows if finder is not None else None
@@ -369,6 +379,33 @@ def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> 
                 raise _Stays(line, f"{point[0]} is not among the engine's graph_sites: {free}")
     if recording.may_raise is not None:
         raise _Stays(recording.may_raise, "whether this raises an error depends on the values")
+
+
+def _refuse_errors(recording: Recording) -> None:
+    """Raise _Stays if the code has an operation that may raise an error that depends on numbers."""
+    for graph in recording.steps:
+        for value in graph.values:
+            if value.kind == "call" and not _never_raises(value.target, *_are_floats(value)):
+                name = value.target._schema.name.removeprefix("aten::")
+                raise _Stays(value.line, f"whether {name} raises an error depends on the values")
+
+
+def _are_floats(value: Value) -> tuple[bool, bool]:
+    """Whether all numbers of the forward that it is computed from are floating numbers; whether any number is."""
+    inputs = list(value.inputs)
+    unknown = [each.dtype.is_floating_point for each in inputs if each.kind != "const"]
+    return all(unknown), any(each.dtype.is_floating_point for each in inputs)
+
+
+@functools.cache
+def _never_raises(operation: Any, all_floats: bool, any_floats: bool) -> bool:
+    """Whether an operation raises no errors that depend on numbers. Indices are checked where it is recorded."""
+    packet = operation._schema.name.removeprefix("aten::").removesuffix("_")
+    if packet in FLOATING:
+        return any_floats
+    is_known = packet in PACKETS or packet in _NEVER_RAISE or {Tag.pointwise, Tag.reduction} & set(operation.tags)
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in operation._schema.returns)
+    return bool(is_known) or is_view or (all_floats and (Tag.core in operation.tags or packet in _RAISE_BY_INDICES))
 
 
 def _reads_noted(recording: Recording, points: Container[Point] | None = None) -> list[Note]:

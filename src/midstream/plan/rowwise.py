@@ -380,6 +380,9 @@ RULES: dict[str, Rule] = {
     "prelu.default": _prelu,
 }
 ELEMENTWISE = frozenset(name for name, rule in RULES.items() if rule in (_elementwise, _floating))
+# The names of operations, with all their overloads; and of those that integers could make fail.
+PACKETS = frozenset(name.partition(".")[0] for name in RULES)
+FLOATING = frozenset(name.partition(".")[0] for name, rule in RULES.items() if rule is _floating)
 # PyTorch's CPU kernels compute these by other code at the end of an axis, so results depend on how the tensors lie in memory.
 BY_LAYOUT = frozenset(
     _key(name)

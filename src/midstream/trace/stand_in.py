@@ -169,12 +169,14 @@ class _Facts:
         is_view: whether its results are views of its first argument.
         refused: why it ends the recording.
         may_raise: whether it may raise an error that depends on numbers.
+        squeezes: whether it removes the axes of one element.
     """
 
     changes: tuple[int | str, ...]
     is_view: bool
     refused: str | None
     may_raise: bool
+    squeezes: bool
 
 
 _INDEXING = frozenset(
@@ -247,7 +249,13 @@ def _facts(func: Any) -> _Facts:
         refused = "its running mean may change without a note"
     elif not schema.name.startswith("aten::"):
         refused = f"{schema.name} is not one of PyTorch's own operations"
-    return _Facts(changes, bool(aliases) and not changes, refused, name in _INDEXING or "linalg" in name)
+    return _Facts(
+        changes,
+        bool(aliases) and not changes,
+        refused,
+        name in _INDEXING or "linalg" in name,
+        name in ("squeeze", "squeeze_"),
+    )
 
 
 class Notes:
@@ -405,6 +413,10 @@ class Notes:
         has_unknown = any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors)
         if facts.may_raise and has_unknown and not self._fit(func, args, kwargs):
             self.may_raise = self.may_raise or self.at()
+        if facts.squeezes:  # the number of axes depends on sizes; only that of the tokens is known not to be 1
+            axes = _named(func, args, kwargs).get("dim", range(args[0].ndim))
+            sizes = [_shape_of(args[0])[axis] for axis in ([axes] if isinstance(axes, int) else axes)]
+            self.sizes.append([None if size == self.steps[-1].tokens else size for size in sizes])
         result = self._shaped(func, facts, args, kwargs, tensors)
         if facts.changes:
             return self._changed(func, facts.changes[0], args, kwargs)
@@ -414,9 +426,11 @@ class Notes:
         line = self.at()
 
         def stand_in(meta: Any, out: int | None) -> Any:
-            if not isinstance(meta, torch.Tensor):
+            if not isinstance(meta, torch.Tensor):  # such as `is_same_size`
+                self.sizes.append(list(map(_shape_of, tensors)))
                 return meta
             value = Value("call", func, *given, out, 0, tuple(meta.shape), meta.dtype, line)
+            self._note_ones(meta)
             return StandIn.of(meta, StandInMemory(self.add(value)))
 
         if isinstance(result, (tuple, list)):
@@ -494,11 +508,16 @@ class Notes:
         self.assign(own, self.add(Value("call", func, *given, which, 0, tuple(own.shape), own.dtype, self.at())))
         return target
 
+    def _note_ones(self, meta: torch.Tensor) -> None:
+        """Note which axes have no element, one, or more: PyTorch broadcasts, views and squeezes a single element differently."""
+        self.sizes.append(tuple(min(size, 2) for size in meta.shape))
+
     def _viewed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         source = args[0] if isinstance(args[0], StandIn) else self._as_stand_in(args[0])
         rest, named = _frozen(args[1:]), tuple((name, _frozen(each)) for name, each in kwargs.items())
 
         def view(meta: torch.Tensor, out: int | None) -> StandIn:
+            self._note_ones(meta)
             return StandIn.of(meta, source.memory, (*source.chain, (func, rest, named, out)))
 
         if isinstance(result, (tuple, list)):
@@ -653,6 +672,14 @@ def _data(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
     return tensor.detach()
 
 
+def _one_hot(notes: Notes, func: Any, tensor: torch.Tensor, num_classes: int = -1) -> Any:
+    """PyTorch checks the numbers of ordinary tensors alone."""
+    places = _places_of(notes.value_of(tensor))
+    if places is None or places > num_classes:
+        notes.may_raise = notes.may_raise or notes.at()
+    return func(tensor, num_classes)
+
+
 _T: Any = torch.Tensor
 _ARRAYS = {_T.numpy, _T.__array__, _T.data_ptr, torch.from_numpy, torch.as_tensor, torch.frombuffer, _T.untyped_storage}
 # Where a `UnknownRowCount` may be a size.
@@ -681,6 +708,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
          _T.pin_memory, _T.set_, _T.resize_, _T.grad.__set__, _T.retain_grad),
         _unsupported,
     ),
+    torch.nn.functional.one_hot: _one_hot,
     _T.__len__: _length,
     _T.item: _number,
     _T.tolist: _numbers,
