@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,19 +28,22 @@ MOST = {"plan": 35, "trace": 45}  # so that the ways get no longer
 
 
 class Walk:
-    """The files of the package whose functions are called while it is on."""
+    """The functions of the package that are called while it is on, and their files."""
 
     def __init__(self) -> None:
-        self.on, self.files = False, set[str]()
+        self.on, self.files, self.calls = False, set[str](), Counter[tuple[str, str]]()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
         if self.on and event == "call" and file.startswith(f"{PACKAGE}/") and frame.f_code.co_name != "<module>":
-            self.files.add(file[len(str(PACKAGE)) + 1 :])
+            name = file[len(str(PACKAGE)) + 1 :]
+            self.files.add(name)
+            self.calls[name, frame.f_code.co_qualname] += 1
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
         self.files.clear()
+        self.calls.clear()
         before = sys.getprofile()
         sys.setprofile(self)
         self.on = True
@@ -89,6 +93,16 @@ def test_the_way_of_a_plan_is_the_one_in_the_architecture(model: VLLM, walk: Wal
     rows = named("The life of a plan", lambda text: re.findall(r"^9\. .*?\n\n", text, re.M | re.S)[0])
     assert walk.files - steered - rows == set()
     assert rows - walk.files == set()
+
+
+def test_a_plan_is_checked_once_on_its_way(model: VLLM, walk: Walk) -> None:
+    """Q1. Its form for the scheduler is also made once, and no process reads a plan that it has made itself."""
+    vector = torch.randn(model.hidden_size)
+    plan = Plan.of([Steer("resid_post", layers=2, vector=vector), Capture("resid_post", layers=1)])
+    with walk.of_this_thread():
+        model.generate("The capital of France is", plan=plan, max_tokens=4)
+    assert walk.calls["plan/values.py", "check"] == walk.calls["plan/compile.py", "ScheduledPlan.of"] == 1
+    assert walk.calls["plan/wire.py", "to_wire"] == 1 and not walk.calls["plan/wire.py", "from_wire"]
 
 
 def test_the_way_of_a_trace_is_the_one_in_the_architecture(model: VLLM, walk: Walk) -> None:

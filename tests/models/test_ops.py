@@ -19,7 +19,7 @@ from toy_op import Scale
 
 from midstream import Patch, Plan, Steer
 from midstream.errors import PlanError
-from midstream.plan.compile import PlanKeys
+from midstream.plan.compile import ScheduledPlan
 from midstream.plan.ops import Edit, register
 from midstream.plan.ops.edit import kinds
 from midstream.plan.values import ModelFacts, Named, check
@@ -76,7 +76,7 @@ def test_what_follows_from_the_fields_of_a_toy_op() -> None:
     assert Plan.of(Scale("mlp_out", factor=1.0)).normal() == Plan()
     each = plan.normal(8, 5).edits
     assert [(edit.at_layers, edit.place) for edit in each] == [((n,), (p,)) for n in (1, 3) for p in (0, 4)]
-    keys = {PlanKeys(Plan.of(Scale("mlp_out", layers=1, factor=f)), 8, 4).at(8) for f in (1.0, 2.0, 3.0)}
+    keys = {ScheduledPlan.of(Plan.of(Scale("mlp_out", layers=1, factor=f)), 8, 4).at(8) for f in (1.0, 2.0, 3.0)}
     assert len(keys) == 3 and None in keys
     with pytest.raises(PlanError, match=r"^Scale\.mask: the engine has no vector 'gate'; did you mean 'gates'\?"):
         check(plan, ModelFacts(8), 5, None, vectors={"gates": 4}, runs={})

@@ -7,6 +7,7 @@ import json
 import pickle
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,10 +18,10 @@ from limits import examples
 
 from midstream import Capture, Clamp, Knockout, Patch, Plan, Probe, Steer, When
 from midstream.errors import PlanError
-from midstream.plan.compile import PlanKeys, compile_plan
+from midstream.plan.compile import ScheduledPlan, compile_plan
 from midstream.plan.ops.edit import edited
 from midstream.plan.ops.final import check_final, made_final, not_final
-from midstream.runtime.request import packed, unpacked
+from midstream.runtime.request import packed
 from midstream.sites import LAYER_SITES
 
 LAYERS, WIDTH = 3, 4
@@ -36,6 +37,11 @@ EDITS: list[Any] = [
 ]
 
 
+def sent(plan: Plan) -> Plan:
+    """The plan as another process reads it."""
+    return Plan.from_wire(msgspec.msgpack.decode(packed(plan)))
+
+
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.kind)
 @pytest.mark.parametrize("final", ["later", "all"])
 def test_a_final_edit_is_of_its_kind_and_equal_to_none_that_is_not(edit: Any, final: Any) -> None:
@@ -48,12 +54,12 @@ def test_a_final_edit_is_of_its_kind_and_equal_to_none_that_is_not(edit: Any, fi
         assert same == made and type(same) is type(made)
     plan = Plan((edit,), final=final)
     assert plan == Plan((made,)) and plan.final == final and plan.hash != Plan((edit,)).hash
-    for again in (Plan.from_json(plan.to_json()), unpacked(packed(plan)), pickle.loads(pickle.dumps(plan))):
+    for again in (Plan.from_json(plan.to_json()), sent(plan), pickle.loads(pickle.dumps(plan))):
         assert again == plan and again.edits[0].final == final
     at_once = {**json.loads(Plan((edit,)).to_json()), "final": final}
     assert Plan.from_wire(at_once) == plan
     mixed = plan + edit
-    assert unpacked(packed(mixed)) == mixed and [each.final for each in mixed.edits] == [final, None]
+    assert sent(mixed) == mixed and [each.final for each in mixed.edits] == [final, None]
 
 
 def test_only_an_administrator_makes_edits_final() -> None:
@@ -204,7 +210,8 @@ def test_keys_of_kv_blocks_tell_final_edits_from_others() -> None:
     client = Clamp("resid_post", layers=0, direction=V, low=0.0, high=1.0)
     final = Plan((STEER,), final="later")
     keys = [
-        PlanKeys(plan, 4, LAYERS).at(4) for plan in (final, Plan((STEER,)), final + client, STEER + Plan((client,)))
+        ScheduledPlan.of(plan, 4, LAYERS).at(4)
+        for plan in (final, Plan((STEER,)), final + client, STEER + Plan((client,)))
     ]
     assert len(set(keys)) == 4 and None not in keys
-    assert PlanKeys(client + final, 4, LAYERS).at(4) == keys[2]
+    assert ScheduledPlan.of(client + final, 4, LAYERS).at(4) == keys[2]

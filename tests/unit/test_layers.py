@@ -141,6 +141,20 @@ def test_imports_point_down(module: str) -> None:
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
 
 
+def test_the_scheduler_knows_of_plans_only_what_the_front_end_made_of_them() -> None:
+    """Q2. Its steps wait for everything that it computes."""
+    paths, found = modules(), set[str]()
+    for name in ("scheduler", "prefix_cache", "shares"):
+        module = f"midstream.engine.{name}"
+        found |= {each for _, each in imports(paths[module].read_text(), module, False) if ".plan." in each}
+    assert found == {
+        "midstream.plan.probes.ScoreChunk",
+        "midstream.plan.compile.ScheduledPlan",
+        "midstream.plan.work.STEP_SECONDS",
+        "midstream.plan.work.StepWork",
+    }
+
+
 def circle(graph: dict[str, set[str]]) -> list[str] | None:
     """Modules that import each other in a circle, or None."""
     rest = dict(graph)

@@ -17,7 +17,7 @@ from plan_strategies import RUNS, VECTORS, edits, meaning, plans
 
 from midstream import Capture, Clamp, GeneratedTokens, Knockout, Patch, Plan, RecordedRun, Span, Steer
 from midstream.errors import PlanError
-from midstream.plan.compile import PlanKeys, changes_kv, lowest_captured
+from midstream.plan.compile import ScheduledPlan, changes_kv
 from midstream.plan.values import Named, with_digests
 from midstream.sites import LAYER_SITES
 
@@ -93,7 +93,7 @@ def kv_meaning(plan, length, end):
 def check_pair(first, second):
     """Both requests' keys against the model, at every end."""
     (one, length), (other, other_length) = first, second
-    keys, other_keys = PlanKeys(one, length, LAYERS), PlanKeys(other, other_length, LAYERS)
+    keys, other_keys = ScheduledPlan.of(one, length, LAYERS), ScheduledPlan.of(other, other_length, LAYERS)
     for end in ENDS:
         mine, theirs = kv_meaning(one, length, end), kv_meaning(other, other_length, end)
         assert (keys.at(end) == other_keys.at(end)) == (mine == theirs), end
@@ -158,7 +158,7 @@ def test_keys_do_not_depend_on_how_a_plan_is_written(plan, length, random):
     steers = [item for item in taken_apart if isinstance(item, Steer)]
     random.shuffle(steers)
     rewritten = Plan((*(item for item in taken_apart if not isinstance(item, Steer)), *steers))
-    first, second = PlanKeys(plan, length, LAYERS), PlanKeys(rewritten, length, LAYERS)
+    first, second = ScheduledPlan.of(plan, length, LAYERS), ScheduledPlan.of(rewritten, length, LAYERS)
     assert [first.at(end) for end in ENDS] == [second.at(end) for end in ENDS]
 
 
@@ -271,7 +271,7 @@ PARTING = {
 
 @pytest.mark.parametrize(("first", "second", "parting"), PARTING.values(), ids=PARTING)
 def test_where_requests_part(first, second, parting):
-    keys = [PlanKeys(Plan.of(plan), length, LAYERS) for plan, length in (first, second)]
+    keys = [ScheduledPlan.of(Plan.of(plan), length, LAYERS) for plan, length in (first, second)]
     found = [end for end in range(12) if keys[0].at(end) != keys[1].at(end)]
     assert found == ([] if parting is None else list(range(parting, 12)))
 
@@ -281,10 +281,10 @@ def test_names_share_only_when_their_vectors_are_known_to_be_equal():
     plan, digest = Plan.of(steer(vector="calm")), steer().vector.digest
 
     def key(given):
-        return PlanKeys(given, 4, LAYERS).at(4)
+        return ScheduledPlan.of(given, 4, LAYERS).at(4)
 
     assert key(plan) != key(plan), "unknown: like no other, not even itself"
-    once = PlanKeys(plan, 4, LAYERS)
+    once = ScheduledPlan.of(plan, 4, LAYERS)
     assert once.at(4) == once.at(4)
     known = with_digests(plan, {"calm": digest})
     assert key(known) == key(Plan.of(steer())) != key(with_digests(plan, {"calm": "0" * 32}))
@@ -296,10 +296,10 @@ def test_names_share_only_when_their_vectors_are_known_to_be_equal():
 
 
 def test_two_names_in_one_plan_are_told_apart():
-    keys = PlanKeys(Plan.of([steer(vector="a", phase="prefill"), steer(vector="b", phase="decode")]), 2, LAYERS)
-    same = PlanKeys(Plan.of([steer(vector="a", phase="prefill"), steer(vector="a", phase="decode")]), 2, LAYERS)
+    keys = ScheduledPlan.of(Plan.of([steer(vector="a", phase="prefill"), steer(vector="b", phase="decode")]), 2, LAYERS)
+    same = ScheduledPlan.of(Plan.of([steer(vector="a", phase="prefill"), steer(vector="a", phase="decode")]), 2, LAYERS)
     assert keys.floor == same.floor == 0
-    assert len(keys._starts) == 2 and len(same._starts) == 1
+    assert len(keys.starts) == 2 and len(same.starts) == 1
 
 
 # ------------------------------------------------------------------------------------------------ captures
@@ -310,18 +310,18 @@ def test_two_names_in_one_plan_are_told_apart():
 def test_the_lowest_captured_position(plan, length):
     """D4: cache hits end there."""
     captured = [p for p in range(length) if any(done[3] for done in meaning(plan, p, length, LAYERS).values())]
-    assert lowest_captured(plan, length) == min(captured, default=None)
+    assert ScheduledPlan.of(plan, length, LAYERS).longest_hit == min(captured, default=None)
 
 
 def test_generated_positions_are_no_reason_to_recompute():
-    assert lowest_captured(Plan.of(Capture("resid_post", positions="all_generated")), 7) is None
-    assert lowest_captured(Plan.of(Capture("resid_post")), 7) == 6
+    assert ScheduledPlan.of(Plan.of(Capture("resid_post", positions="all_generated")), 7, LAYERS).longest_hit is None
+    assert ScheduledPlan.of(Plan.of(Capture("resid_post")), 7, LAYERS).longest_hit == 6
 
 
 def test_a_knockout_needs_all_positions():
     """N2: their keys and values."""
-    assert lowest_captured(Plan.of([Capture("resid_post"), cut()]), 7) == 0
-    assert lowest_captured(Plan.of(steer()), 7) is None
+    assert ScheduledPlan.of(Plan.of([Capture("resid_post"), cut()]), 7, LAYERS).longest_hit == 0
+    assert ScheduledPlan.of(Plan.of(steer()), 7, LAYERS).longest_hit is None
 
 
 # ------------------------------------------------------------------------------------------------ misuse, size
@@ -337,7 +337,7 @@ def test_a_knockout_needs_all_positions():
 )
 def test_what_has_no_key_says_why(plan, message):
     with pytest.raises(PlanError, match=message):
-        PlanKeys(Plan.of(plan), 4, LAYERS)
+        ScheduledPlan.of(Plan.of(plan), 4, LAYERS)
 
 
 def test_keys_of_a_long_prompt_are_cheap():
@@ -348,7 +348,7 @@ def test_keys_of_a_long_prompt_are_cheap():
         [Steer("resid_post", vector=[1.0]), Patch("resid_post", layer=3, position=range(length), source=run)]
     )
     start = time.thread_time()
-    keys = PlanKeys(plan, length, 32)
+    keys = ScheduledPlan.of(plan, length, 32)
     found = [keys.at(end) for end in range(16, length + 1, 16)]
     assert time.thread_time() - start < 3
     assert len(set(found)) == 512
@@ -358,7 +358,7 @@ def test_keys_of_a_long_prompt_are_cheap():
 @settings(max_examples=examples(100), deadline=None)
 def test_a_block_past_all_edits_has_the_key_of_all(plan, length):
     """Once an edit lies behind, every later block knows of it."""
-    keys = PlanKeys(plan, max(length, 4), LAYERS)
+    keys = ScheduledPlan.of(plan, max(length, 4), LAYERS)
     assume(keys.floor is not None)
     assert all(keys.at(end) is not None for end in range(keys.floor + 1, 20))
     assert all(keys.at(end) is None for end in range(keys.floor + 1))

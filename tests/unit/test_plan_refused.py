@@ -42,7 +42,9 @@ from midstream.runtime.request import (  # noqa: E402
 from midstream.settings import Settings  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
+HASHER = get_request_block_hasher(BLOCK, sha256)
 REASON = "no such vector"
+from_wire = Plan.from_wire
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -81,10 +83,10 @@ def steer() -> Steer:
 
 
 def planned(name: str, *edits: Steer, tokens: int = PROMPT, **params: Any) -> Request:
-    extra = PlanRequest(packed(Plan.of(edits or (steer(),))), 8, checked=True).to_extra_args()
+    carried = PlanRequest(packed(Plan.of(edits or (steer(),))), 8, checked=True).for_scheduler(tokens, 8, "cpu")
+    extra = carried.to_extra_args()
     sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra, **params)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(name, list(range(10, 10 + tokens)), sampling, None, block_hasher=hasher)
+    return Request(name, list(range(10, 10 + tokens)), sampling, None, block_hasher=HASHER)
 
 
 def finish(scheduler: Any, step: Any, ends: StepEnds | None = None) -> list[Any]:
@@ -135,9 +137,8 @@ def cleared(scheduler: Any, *requests: Request) -> tuple[set[int], set[int]]:
 
 
 def plain(name: str) -> Request:
-    hasher = get_request_block_hasher(BLOCK, sha256)
     ids = [100 * ord(name[0]) + len(name), *range(PROMPT - 1)]
-    return Request(name, ids, vllm.SamplingParams(max_tokens=4), None, block_hasher=hasher)
+    return Request(name, ids, vllm.SamplingParams(max_tokens=4), None, block_hasher=HASHER)
 
 
 def test_blocks_that_a_plan_wrote_to_are_cleared_for_their_next_request(scheduler: Any) -> None:
@@ -260,6 +261,55 @@ def test_blocks_below_the_first_edit_are_shared_at_once(scheduler: Any) -> None:
     assert [begun.num_computed_tokens for begun in scheduler.schedule().scheduled_new_reqs] == [0, BLOCK]
 
 
+def test_the_scheduler_reads_no_plan(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q1. It reads what the front end has made of the plan: block keys, the limit of cache hits, and the time that its steps take."""
+    steps = [edit for number in range(3) for edit in (Steer("resid_post", layers=[number], vector="calm"), steer())]
+    made = [planned("first", *steps), planned("second", *steps, Capture("resid_post", to="rows"))]  # type: ignore[arg-type]
+    made.append(planned("third", *steps))
+    carried = structs.replace(PlanRequest.of(made[2].sampling_params), shares=True)  # type: ignore[type-var]
+    made[2].sampling_params.extra_args = carried.for_scheduler(PROMPT, 8, "cpu").to_extra_args()
+
+    def read(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a plan was read")
+
+    monkeypatch.setattr("midstream.runtime.request.unpacked", read)
+    monkeypatch.setattr(Plan, "normal", read)
+    for one in made:  # as the engine makes them of what has come from the front end
+        again = Request(one.request_id, one.prompt_token_ids, one.sampling_params, None, block_hasher=HASHER)
+        scheduler.add_request(again)
+    assert scheduler._counts["changes_kv"] == scheduler._counts["is_held"] == 3 and scheduler._counts["is_costly"] == 1
+    while any(request.num_computed_tokens < PROMPT for request in scheduler.requests.values()):
+        finish(scheduler, scheduler.schedule())
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+
+def test_a_plan_that_was_scheduled_for_another_prompt_shares_with_nobody(scheduler: Any) -> None:
+    """The front end makes the keys: a prompt that it has not seen has none."""
+    edit = Steer("resid_post", layers=[3], vector=torch.randn(256), phase="decode")
+    assert cached(scheduler, "first", edit) == 0 and cached(scheduler, "second", edit) == BLOCK
+    other = planned("other", edit, tokens=SHORT + 1)
+    request = Request("third", list(range(10, 10 + SHORT)), other.sampling_params, None, block_hasher=HASHER)
+    scheduler.add_request(request)
+    (begun,) = scheduler.schedule().scheduled_new_reqs
+    assert begun.num_computed_tokens == 0
+
+
+def test_a_name_without_a_digest_has_new_keys_in_each_request() -> None:
+    carried = PlanRequest(packed(Plan.of(GONE)), 8)
+    known = PlanRequest(packed(Plan.of(steer())), 8)
+    each, of_known = ({one.for_scheduler(PROMPT, 8, "cpu").scheduled for _ in "12"} for one in (carried, known))
+    assert len(each) == 2 and len(of_known) == 1
+
+
+def test_a_plan_is_read_once_where_it_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q1. Its form for the engine is not read in this process."""
+    reads: list[Any] = []
+    monkeypatch.setattr(Plan, "from_wire", classmethod(lambda cls, *a, **k: reads.append(a) or from_wire(*a, **k)))
+    payload = admit(Plan.of(steer()).to_wire())
+    assert PlanRequest.of(SimpleNamespace(extra_args={"midstream": payload})).plan.edits  # type: ignore[union-attr]
+    assert len(reads) == 1
+
+
 def test_a_long_queue_is_not_walked_for_traces(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In no step of an engine without traces: what is added to a plain step must not grow with its queue."""
     for i in range(50):
@@ -299,6 +349,7 @@ def test_a_plan_as_text_comes_from_strangers() -> None:
         ("record", ["id", "name"]),
         ("checked", True),
         ("num_layers", 8),
+        ("scheduled", b""),
         ("trace", {"trace": "id"}),
         ("x", 1),
     ],
@@ -396,10 +447,10 @@ def test_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.Monke
 def test_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
     """midstream.VLLM has checked its plans; of anybody else, `checked` is a claim like any other."""
     config = engine_config()
-    wrong = Plan.of(Steer("resid_post", layers=[99], vector=torch.ones(256)))
+    wrong = Plan.of(Steer("resid_post", layers=[3], vector=torch.ones(99)))
     params = vllm.SamplingParams(extra_args=PlanRequest(packed(wrong), 8, checked=True).to_extra_args())
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
-    assert admitted(config, Settings(allow_traces=True), request) == params.extra_args["midstream"]
+    assert admitted(config, Settings(allow_traces=True), request).items() >= params.extra_args["midstream"].items()
     with pytest.raises(PlanError, match="99"):
         admitted(config, Settings(), request)
     with pytest.raises(PlanError, match="99"):

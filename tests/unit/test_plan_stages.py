@@ -26,7 +26,7 @@ from midstream.capture.rows import Rows
 from midstream.errors import CaptureError, NeverReachedError, PlanError
 from midstream.memory import Memory
 from midstream.plan.captures import Planes
-from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
+from midstream.plan.compile import CompiledPlan, ScheduledPlan, compile_plan
 from midstream.plan.ops.edit import point_of
 from midstream.plan.program import Program
 from midstream.plan.steps import INPUT, Ref, Step
@@ -400,8 +400,8 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
     assert 8 * 4096 * 4 < plan_bytes(large) < 2 * 8 * 4096 * 4
     many = Plan.of(Patch("resid_post", layer=0, position=range(0, 4000, 2), source="zeros"))
     assert 2000 * 30 < plan_bytes(many) < 2000 * 200
-    keys = PlanKeys(many, 4000, LAYERS)
-    held = [*keys._starts, *keys._stops, *keys._within, *keys._after]
+    keys = ScheduledPlan.of(many, 4000, LAYERS)
+    held = [*keys.starts, *keys.stops, *keys.within, *keys.after]
     real = sum(map(sys.getsizeof, held))
     assert 0.5 * real < keys.size < 2 * real
 

@@ -26,9 +26,12 @@ def keyed():
     apply_replacements(Role.SCHEDULER)
 
 
-def sampling(plan):
-    extra = PlanRequest(packed(Plan.of(plan)), LAYERS, checked=True).to_extra_args() if plan is not None else None
-    return SamplingParams(max_tokens=64, extra_args=extra)
+def sampling(plan, length):
+    """As the front end makes them for a part of a session, or for a whole prompt, of this length."""
+    if plan is None:
+        return SamplingParams(max_tokens=64)
+    carried = PlanRequest(packed(Plan.of(plan)), LAYERS, checked=True).for_scheduler(length, LAYERS, "cpu")
+    return SamplingParams(max_tokens=64, extra_args=carried.to_extra_args())
 
 
 def request(tokens, plan, prompt=None):
@@ -36,7 +39,7 @@ def request(tokens, plan, prompt=None):
     made = Request(
         "r",
         list(tokens[:prompt]),
-        sampling(plan),
+        sampling(plan, len(tokens[:prompt])),
         None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
         resumable=True,

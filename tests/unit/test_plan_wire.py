@@ -31,6 +31,7 @@ from midstream.plan.fields import nearest
 from midstream.plan.values import Named, RecordedRun, Vector, with_digests
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.vectors_and_runs import Vectors
+from midstream.runtime.request import PlanRequest
 
 V = [1.0, 2.0, 0.5]
 FULL = Plan.of(
@@ -493,19 +494,19 @@ def test_the_wire_knows_no_way_to_run_code():
 def test_equal_plans_of_a_batch_go_to_the_workers_once():
     """They come from the client one by one, and the workers get the step in one pickle. Seen failing without `share`."""
     packed = msgspec.msgpack.encode(Plan.of([Steer("resid_post", vector=[0.5] * 4096)]).to_wire())
-    params = [
-        SimpleNamespace(
-            extra_args={"midstream": {"plan": bytes(bytearray(packed)), "num_layers": 4, "trace": {"index": i}}}
-        )
-        for i in range(8)
-    ]
+    carried = PlanRequest(packed).for_scheduler(16, 4, "cpu").to_extra_args()["midstream"]
+    params = []
+    for i in range(8):
+        own = {name: bytes(bytearray(carried[name])) for name in ("plan", "scheduled")}
+        params.append(SimpleNamespace(extra_args={"midstream": {**own, "trace": {"index": i}}}))
     for each in params:
         block_key(SimpleNamespace(sampling_params=each, prompt_token_ids=[1] * 16), 16)
     sent = pickle.dumps([each.extra_args for each in params])
     assert len(packed) < len(sent) < 2 * len(packed)
-    carried = [each["midstream"] for each in pickle.loads(sent)]
-    assert all(each["plan"] == packed for each in carried)
-    assert [each["trace"] for each in carried] == [{"index": i} for i in range(8)]
+    received = [each["midstream"] for each in pickle.loads(sent)]
+    assert all(each["plan"] == packed and each["scheduled"] == carried["scheduled"] for each in received)
+    assert len({id(each["scheduled"]) for each in received}) == 1
+    assert [each["trace"] for each in received] == [{"index": i} for i in range(8)]
 
 
 def test_mutated_probes_gates_and_saes_raise_plan_errors_alone():

@@ -23,7 +23,7 @@ from written_programs import W, program, redigested
 
 from midstream.errors import PlanError
 from midstream.plan import wire
-from midstream.plan.compile import PlanKeys, compile_plan
+from midstream.plan.compile import ScheduledPlan, compile_plan
 from midstream.plan.ops.edit import Op, point_of
 from midstream.plan.program import Program
 from midstream.plan.running import ProgramBank, unpacked
@@ -200,16 +200,20 @@ def test_lines_make_no_difference_and_numbers_do() -> None:
 
 
 def test_programs_key_the_kv() -> None:
-    keys = {PlanKeys(Plan.of(Apply("resid_post", layers=1, program=each)), 8, 4).at(8) for each in (SCALED, GATED)}
+    keys = {
+        ScheduledPlan.of(Plan.of(Apply("resid_post", layers=1, program=each)), 8, 4).at(8) for each in (SCALED, GATED)
+    }
     inputs = [
         [("resid_post", 0)],
         [("resid_post", 1)],
         [("resid_post", -3)],
     ]  # the last two are one in a model of four layers
     of_two = [Plan.of(Apply("resid_post", layers=2, program=_sum_of(1.0), inputs=each)) for each in inputs]
-    assert len({PlanKeys(counted_from_0(each, 4), 8, 4).at(8) for each in of_two}) == 2
+    assert len({ScheduledPlan.of(counted_from_0(each, 4), 8, 4).at(8) for each in of_two}) == 2
     assert len(keys) == 2 and None not in keys
-    assert PlanKeys(Plan.of(Apply("resid_post", layers=3, program=SCALED)), 8, 4).at(8) is None, "the last layer's"
+    assert ScheduledPlan.of(Plan.of(Apply("resid_post", layers=3, program=SCALED)), 8, 4).at(8) is None, (
+        "the last layer's"
+    )
     assert not Plan.of(Apply("resid_post", program=program(result=INPUT))).normal(), "it changes nothing"
 
 

@@ -126,7 +126,10 @@ def dear() -> Plan:
 
 
 def asked(name: str, plan: Plan | None = None, shares: bool = True, first: int = 10) -> Request:
-    extra = PlanRequest(packed(plan), 8, checked=True, shares=shares).to_extra_args() if plan is not None else None
+    extra = None
+    if plan is not None:
+        carried = PlanRequest(packed(plan), 8, checked=True, shares=shares)
+        extra = carried.for_scheduler(PROMPT, 8, "cpu").to_extra_args()
     sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra)
     hasher = get_request_block_hasher(BLOCK, sha256)
     return Request(name, list(range(first, first + PROMPT)), sampling, None, block_hasher=hasher)

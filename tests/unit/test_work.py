@@ -24,7 +24,7 @@ from midstream import Capture, Patch, Plan, Probe, Steer, When
 from midstream.engine.admission import Readers
 from midstream.errors import PlanError
 from midstream.memory import Memory
-from midstream.plan.compile import PlanKeys, compile_plan
+from midstream.plan.compile import ScheduledPlan, compile_plan
 from midstream.plan.program import Program, written_constant, written_program
 from midstream.plan.steps import INPUT, Const, Constant, Ref, RowCount, Step
 from midstream.plan.strangers import check_strangers, step_work
@@ -172,7 +172,7 @@ def seconds_of(plan: Plan, rows: int) -> float:
     began = time.thread_time()
     plan = Plan.from_wire(plan.to_wire())
     points = [(site, layer) for site in ("resid_pre", "resid_post") for layer in range(LAYERS)]
-    PlanKeys(plan, rows, LAYERS)
+    ScheduledPlan.of(plan, rows, LAYERS)
     compiled = compile_plan(
         plan, rows, LAYERS, width=lambda *_: HIDDEN, dtype="float32", vector=lambda _: None, run=lambda *_: torch.empty(0)
     )  # fmt: skip

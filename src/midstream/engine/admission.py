@@ -170,9 +170,7 @@ def _enveloped(config: Any, given: Any) -> Envelope:
     plan, is_strangers = given_plan(given)
     if is_strangers:
         check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers, config.device_config.device_type)
-    wire = packed(plan)
-    unpacked(wire)  # which the event loop needs, and finds cached
-    return Envelope(plan=wire, shares=is_strangers)
+    return Envelope(plan=packed(plan), shares=is_strangers)
 
 
 def misspelt_key(extra: Mapping[str, Any]) -> str | None:
@@ -233,10 +231,18 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
         if engine_wide is None:
             return dict(envelope)
         payload = PlanRequest(packed(Plan.of(None)))
-    is_checked = payload.checked and engine_wide is None and settings.allow_traces
-    if is_checked and payload.num_layers:  # from midstream.VLLM, which has made all checks below
-        return dict(envelope)
-    own = payload.plan
+    layers = payload.num_layers or config.model_config.hf_text_config.num_hidden_layers
+    if not (payload.checked and engine_wide is None and settings.allow_traces):
+        payload = _checked(config, engine_wide, request, payload, layers)
+    # else it is from midstream.VLLM, which has made all of these checks
+    prompt_length, device = len(request.prompt_token_ids or ()), config.device_config.device_type
+    trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
+    return {**trace, **payload.for_scheduler(prompt_length, layers, device).to_extra_args()[NAME]}
+
+
+def _checked(config: Any, engine_wide: Any, request: Any, payload: PlanRequest, layers: int) -> PlanRequest:
+    """The request with the engine-wide plan before its own. Raises PlanError for mistakes that the front end can see."""
+    params, own = request.sampling_params, payload.plan
     wide = _engine_wide_plan(engine_wide) if engine_wide is not None else Plan()
     plan = _with_absolute_paths(wide + own if wide else own)
     unread = wide.probes if payload.checked else wide.probes + own.probes
@@ -250,20 +256,17 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
             "A plan refers to the positions of a prompt's tokens, and this prompt was given as prompt_embeds. Give token ids, and the "
             "embeddings as patches of resid_pre at layer 0."
         )
-    layers = config.model_config.hf_text_config.num_hidden_layers
     plan = counted_from_0(plan, layers)
     wire = payload.wire if plan is own else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    payload = replace(payload, wire=wire, num_layers=layers, checked=is_checked)
     if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
             "or a Consumer; over HTTP, `midstream serve` returns the rows."
         )
-    trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
-    return {**trace, **payload.to_extra_args()[NAME]}
+    return replace(payload, wire=wire, num_layers=layers, checked=False)
 
 
 def _check_engine(config: Any) -> None:

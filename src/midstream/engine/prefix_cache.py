@@ -13,11 +13,14 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from midstream.engine.plugin import Replacement
 from midstream.errors import PlanError
 from midstream.memory import Memory
-from midstream.plan.compile import PlanKeys, lowest_captured
-from midstream.runtime.request import PlanRequest, has_open_names, may_be_gone, share
+from midstream.plan.compile import ScheduledPlan
+from midstream.runtime.request import PlanRequest, share
+from midstream.settings import NAME, is_ours
 
 _COORDINATOR = "vllm.v1.core.kv_cache_manager.KVCacheManager.coordinator"
 
@@ -39,7 +42,7 @@ def rekey(request: Any) -> None:
     A session's plan applies to all positions that are computed again, also to positions that were first computed before the plan came.
     Their blocks have older keys.
     """
-    known: _Sharing | None = getattr(request, "midstream_cache", None)
+    known: Sharing | None = getattr(request, "midstream_cache", None)
     if known is not None and isinstance(known.keys, _UniqueKey):
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -48,8 +51,6 @@ def rekey(request: Any) -> None:
 class _UniqueKey:
     """A key that no other request has."""
 
-    size = 0
-
     def __init__(self) -> None:
         self._key = secrets.token_hex(16)
 
@@ -57,80 +58,86 @@ class _UniqueKey:
         return self._key
 
 
-class _Sharing(NamedTuple):
-    """How a plan restricts the sharing of blocks, for prompts of `length` tokens.
+class Sharing(NamedTuple):
+    """How a plan or a trace restricts the sharing of blocks, for prompts of `length` tokens.
 
     Attributes:
         keys: of the request's blocks; None if it shares all of them.
         hit: see `longest_hit`.
-        may_be_gone: whether the plan needs a vector or a run that may be deleted before the request begins.
-        is_open: whether the plan names vectors that may be replaced later.
-        wire: the packed plan, one object for all requests that have it.
+        changes_kv: whether the request may write KV that the model alone would not.
+        plan: the request's plan; None without one, and for one that cannot be read.
+        wire: the same plan, packed.
     """
 
     length: int
-    keys: PlanKeys | _UniqueKey | None = None
+    keys: ScheduledPlan | _UniqueKey | None = None
     hit: int | None = None
-    may_be_gone: bool = False
-    is_open: bool = False
+    changes_kv: bool = False
+    plan: ScheduledPlan | None = None
     wire: bytes = b""
 
-    @property
-    def size(self) -> int:
-        """The bytes that this counts in `_known`. Open plans are never kept there."""
-        return sys.maxsize if self.is_open else len(self.wire) + (self.keys.size if self.keys is not None else 0)
+
+class _Known(NamedTuple):
+    """A plan, and the parts of a request that carry it: one object each for all requests that have it."""
+
+    plan: ScheduledPlan
+    wire: bytes
+    scheduled: bytes
 
 
-_UNRESTRICTED = _Sharing(0)
-_known: Memory[_Sharing] = Memory()
+_UNRESTRICTED = Sharing(0)
+_known: Memory[_Known] = Memory()
 
 
-def _sharing_of(request: Any) -> _Sharing:
+def _sharing_of(request: Any) -> Sharing:
     """The restrictions of a request. It is called for every request, so it must be quick for requests that never had a plan."""
     if getattr(request.sampling_params, "extra_args", None) is None:
-        known: _Sharing | None = getattr(request, "midstream_cache", None)
+        known: Sharing | None = getattr(request, "midstream_cache", None)
         if known is None or known.keys is None:
             return _UNRESTRICTED
     return remember(request)
 
 
-def remember(request: Any) -> _Sharing:
+def remember(request: Any) -> Sharing:
     """Note the restrictions of a request under its current sampling parameters.
 
     To be called before a request of streaming input gets other parameters: its present blocks were computed with the current ones.
     """
     # The prompt itself: vLLM hashes the blocks of streaming input before it counts them.
     length = len(request.prompt_token_ids) if request.prompt_token_ids is not None else request.num_prompt_tokens
-    known: _Sharing | None = getattr(request, "midstream_cache", None)
+    known: Sharing | None = getattr(request, "midstream_cache", None)
     if known is None or known.length != length:
         made = _make_sharing(request, length)
-        if known is not None and (known.keys is not None or made.keys is not None):
-            made = made._replace(keys=_UniqueKey())  # streaming input: the edits so far were for a shorter prompt
+        if known is None:
+            is_alone = made.plan is not None and made.plan.length != length  # the front end saw another prompt
+        else:  # streaming input: the edits so far were for a shorter prompt
+            is_alone = known.keys is not None or made.keys is not None
+        if is_alone:
+            made = made._replace(keys=_UniqueKey())
         known = request.midstream_cache = made
     return known
 
 
-def _make_sharing(request: Any, length: int) -> _Sharing:
+def _make_sharing(request: Any, length: int) -> Sharing:
     try:
         planned = PlanRequest.of(request.sampling_params)
         if planned is None:
-            return _Sharing(length)
-        case = (planned.wire, length, planned.num_layers)
-        made = _known.get(case, lambda: _plans_sharing(planned, length), lambda made: made.size)
+            return Sharing(length, changes_kv=is_ours(request))  # by a trace
+        case = planned.wire, planned.scheduled
+        known = _known.get(case, lambda: _read(*case), lambda made: sum(map(len, case)) + made.plan.size)
     except PlanError:  # the worker will refuse the plan
-        return _Sharing(length, _UniqueKey(), 0)
-    if not made.is_open:
-        share(request.sampling_params, made.wire)
-    return made
+        return Sharing(length, _UniqueKey(), 0, changes_kv=True)
+    params, plan = request.sampling_params, known.plan
+    share(params, known.wire, known.scheduled)
+    changes_kv = plan.has_edits or "trace" in params.extra_args[NAME]
+    return Sharing(length, plan if plan.starts else None, plan.longest_hit, changes_kv, plan, known.wire)
 
 
-def _plans_sharing(planned: PlanRequest, length: int) -> _Sharing:
-    plan = planned.plan
-    if not plan:
-        return _Sharing(length, wire=planned.wire)
-    keys, hit = PlanKeys(plan, length, planned.num_layers), lowest_captured(plan, length)
-    changes_any = keys.floor is not None
-    return _Sharing(length, keys if changes_any else None, hit, may_be_gone(plan), has_open_names(plan), planned.wire)
+def _read(wire: bytes, scheduled: bytes) -> _Known:
+    try:
+        return _Known(msgspec.msgpack.decode(scheduled, type=ScheduledPlan), wire, scheduled)
+    except msgspec.DecodeError as error:
+        raise PlanError(f"The plan has not come by midstream's part of the front end: {error}.") from error
 
 
 class AcceptedPlans:
@@ -145,9 +152,9 @@ class AcceptedPlans:
         None if they surely accept it, or if no other request has the same keys.
         """
         sharing = _sharing_of(request)
-        if not isinstance(sharing.keys, PlanKeys):
+        if not isinstance(sharing.keys, ScheduledPlan):
             return None
-        is_sure = not sharing.may_be_gone and _case(request.sampling_params) in self._plans
+        is_sure = not sharing.keys.may_be_gone and _case(request.sampling_params) in self._plans
         return None if is_sure else sharing.keys.floor
 
     def add(self, sampling_params: Any) -> None:

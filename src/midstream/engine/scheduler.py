@@ -32,10 +32,10 @@ from vllm.v1.request import RequestStatus
 from midstream.engine.plugin import Replacement, apply_replacements, follow_parent
 from midstream.engine.prefix_cache import AcceptedPlans, EditedBlocks, holding_back, rekey, remember
 from midstream.engine.seams import Role
-from midstream.engine.shares import FEW, Costly, Share, StepShares, work_of
+from midstream.engine.shares import FEW, Costly, Share, StepShares
 from midstream.plan.probes import ScoreChunk
 from midstream.plan.work import StepWork
-from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest, changes_kv
+from midstream.runtime.request import RequestEnd, StepEnds, TraceRequest
 from midstream.settings import NAME, Settings, is_ours
 
 _RETRY_SECONDS = 0.02  # until traced requests that could not begin try again
@@ -175,14 +175,15 @@ class _Rules:
         ):  # vLLM drops a request that only ends a session
             return
         trace = TraceRequest.of(request.sampling_params) if self._takes_traces else None
-        in_forward = trace is not None and not trace.is_behind
+        in_forward, sharing = trace is not None and not trace.is_behind, remember(request)
+        work = sharing.plan.work if trace is None and sharing.plan is not None else None
         self._states[request.request_id] = state = RequestState(
-            changes_kv(request.sampling_params),
+            sharing.changes_kv,
             self._accepted.held_from(request),
             in_forward,
             in_forward and self._turns is not None,
             trace is not None,
-            work_of(self.vllm_config, request.sampling_params) if trace is None and _shares(request) else None,
+            (work, sharing.wire) if work is not None else None,
         )
         self._tally(state, 1)
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -472,12 +473,6 @@ class _Rules:
 def _to_compute(request: Any) -> int:
     tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
     return max(tokens, 0)
-
-
-def _shares(request: Any) -> bool:
-    """Whether the request is a client's of a server."""
-    carried = request.sampling_params.extra_args[NAME]
-    return isinstance(carried, dict) and carried.get("shares") is True
 
 
 def _is_paused(request: Any) -> bool:

@@ -232,7 +232,7 @@ _CONFIG = (
          "The engine's configuration; midstream's settings are in additional_config, which is part of vLLM's compile-cache key.",
          members="model_config; parallel_config; scheduler_config; compilation_config; speculative_config; kv_transfer_config; "
                  "lora_config; cache_config; device_config; additional_config; instance_id"),
-    Seam("vllm.config.DeviceConfig", READS, "midstream.engine.shares.work_of",
+    Seam("vllm.config.DeviceConfig", READS, "midstream.engine.admission.admitted",
          "The kind of device, which says what plans cost.", members="device_type"),
     Seam("vllm.config.ModelConfig", READS, "midstream.engine.admission.admitted",
          "Plans and prompts are checked against it.",

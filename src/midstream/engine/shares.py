@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from midstream.errors import PlanError
-from midstream.memory import Memory
-from midstream.plan.strangers import step_work
 from midstream.plan.work import STEP_SECONDS, StepWork
-from midstream.runtime.request import PlanRequest
 
 FEW = 16  # tokens: a request with no more of them is in each step in which a prompt has to be cut
 
@@ -54,20 +50,6 @@ class Share(NamedTuple):
 
 
 _MOST_LOADED = 16
-_works: Memory[StepWork] = Memory()
-
-
-def work_of(config: Any, sampling_params: Any) -> tuple[StepWork, Hashable] | None:
-    """What a request's plan costs a step, and `Costly.plan`; None without a plan."""
-    try:
-        planned = PlanRequest.of(sampling_params)
-        if planned is None:
-            return None
-        case = planned.wire, planned.num_layers, config.device_config.device_type
-        work = _works.get(case, lambda: step_work(planned.plan, *case[1:]), lambda _: len(planned.wire))
-        return work, planned.wire
-    except PlanError:  # the worker will refuse the plan
-        return None
 
 
 class StepShares:

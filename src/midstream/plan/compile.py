@@ -1,8 +1,8 @@
 """Compiles a plan for one prompt length: a few profiles, and the number of each position's profile.
 
 A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 is empty, so an engine
-looks up one number for each row. The vectors that ops refer to are in a bank. `PlanKeys` says which KV blocks of the prompt other requests
-may share.
+looks up one number for each row. The vectors that ops refer to are in a bank. `ScheduledPlan` is the part for the scheduler: which KV
+blocks of the prompt other requests may share, and what the plan costs a step.
 
 Legend: P positions of the prompt.
 """
@@ -20,6 +20,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 
@@ -32,13 +33,15 @@ from midstream.plan.probes import Probe, ScorePlace
 from midstream.plan.program import Program
 from midstream.plan.selections import Selection
 from midstream.plan.steps import SIZES
+from midstream.plan.strangers import step_work
 from midstream.plan.values import SITE_ORDER, Plan, encoded
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
+from midstream.plan.work import StepWork
 from midstream.sites import Point
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
 _Read: TypeAlias = PlaneKey | Probe  # what a row may be read for
-_STRETCH_BYTES = 320  # two numbers and two hashes, in lists
+_STRETCH_BYTES = 320  # two numbers and two hashes, in tuples
 
 
 @dataclass(frozen=True)
@@ -443,7 +446,7 @@ def _order(point: Point) -> tuple[int, int]:
     return SITE_ORDER[point[0]], point[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ KV blocks
+# ------------------------------------------------------------------------------------------------------- for the scheduler
 
 
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
@@ -471,23 +474,47 @@ class _Stretch(NamedTuple):
     edits: tuple[str, ...]
 
 
-class PlanKeys:
-    """The prefix-cache keys of one request's KV blocks.
+class ScheduledPlan(msgspec.Struct, frozen=True, array_like=True):
+    """A plan for one prompt length, as the scheduler sees it: which KV blocks the request may share, and what its steps cost.
 
     The KV of a position depends on the tokens up to it, and on every edit up to it that a later attention reads. Two requests may share the
     block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`. The
     engine compares the tokens; `at(end)` stands for the edits.
 
-    Args:
-        plan: all of the request's, the engine-wide one included.
-        prompt_length: in tokens.
-        num_layers: the model's.
-
-    Raises:
-        PlanError: a layer lies outside the model, a position outside the prompt, or a span is not resolved yet.
+    Attributes:
+        length: of the prompt, in tokens.
+        starts, stops: of each stretch of positions with the same edits, those that change KV.
+        within: the key of blocks that end in each stretch.
+        after: the key of blocks that end after it.
+        longest_hit: how many tokens may come from the prefix cache; None for no limit.
+        has_edits: whether the plan changes activations.
+        may_be_gone: whether it needs a vector or a run that may be deleted before the request begins.
+        work: what it costs a step; None for a plan whose steps are not shared out.
     """
 
-    def __init__(self, plan: Plan, prompt_length: int, num_layers: int) -> None:
+    length: int
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+    within: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    longest_hit: int | None = None
+    has_edits: bool = False
+    may_be_gone: bool = False
+    work: StepWork | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, prompt_length: int, num_layers: int, device: str | None = None) -> ScheduledPlan:
+        """The plan, for the scheduler.
+
+        Args:
+            plan: all of the request's, the engine-wide one included.
+            prompt_length: in tokens.
+            num_layers: the model's.
+            device: the engine's type of device, as in "cpu", for `work`; None to leave it out.
+
+        Raises:
+            PlanError: a layer lies outside the model, a position outside the prompt, or a span is not resolved yet.
+        """
         texts = _Texts(prompt_length)
         active = []
         for place, edit in enumerate(plan.normal(num_layers, prompt_length).edits):
@@ -495,37 +522,43 @@ class PlanKeys:
             if changes_kv(*point, num_layers):
                 order = *_order(point), edit.order, edit.kind
                 active.append(_Active(order, place, *edit.range_in(prompt_length), texts.of(edit)))
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self._within: list[str] = []  # the key of blocks that end in each stretch
-        self._after: list[str] = []  # the key of blocks that end after it
-        below = ""
-        for start, stop, edits in _stretches(sorted(active)):
-            self._starts.append(start)
-            self._stops.append(stop)
-            self._within.append(digest("\n".join([below, str(start), *edits]).encode()))
-            below = digest(f"{self._within[-1]} {stop}".encode())
-            self._after.append(below)
+        stretches = _stretches(sorted(active))
+        within, after, below = list[str](), list[str](), ""
+        for start, stop, edits in stretches:
+            within.append(digest("\n".join([below, str(start), *edits]).encode()))
+            below = digest(f"{within[-1]} {stop}".encode())
+            after.append(below)
+        return cls(
+            prompt_length,
+            tuple(stretch.start for stretch in stretches),
+            tuple(stretch.stop for stretch in stretches),
+            tuple(within),
+            tuple(after),
+            _lowest_read(plan, prompt_length),
+            bool(plan.edits),
+            any(isinstance(value, (Named, RecordedRun)) for value in plan.values()),
+            step_work(plan, num_layers, device) if device is not None else None,
+        )
 
     @property
     def size(self) -> int:
         """About how many bytes it takes."""
-        return _STRETCH_BYTES * len(self._starts)
+        return _STRETCH_BYTES * len(self.starts)
 
     @property
     def floor(self) -> int | None:
         """The lowest position whose KV the plan changes; None if it changes none."""
-        return self._starts[0] if self._starts else None
+        return self.starts[0] if self.starts else None
 
     def at(self, end: int) -> str | None:
         """The key of a block that ends before position `end`: 32 hexadecimal digits; None if plain requests may share the block."""
-        last = bisect_left(self._starts, end) - 1
+        last = bisect_left(self.starts, end) - 1
         if last < 0:
             return None
-        return self._within[last] if end <= self._stops[last] else self._after[last]
+        return self.within[last] if end <= self.stops[last] else self.after[last]
 
 
-def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
+def _lowest_read(plan: Plan, prompt_length: int) -> int | None:
     """The lowest position of the prompt that is captured or scored, at which cache hits must end; None if there is none. Knockouts need the
     keys and values of all positions.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -23,8 +24,9 @@ from midstream.errors import PlanError
 from midstream.memory import ENTRY_BYTES, ITEM_BYTES, Memory, items_in
 from midstream.plan import fields
 from midstream.plan.captures import Reading
+from midstream.plan.compile import ScheduledPlan
 from midstream.plan.probes import ProbeStop, ScoreChunk
-from midstream.plan.values import Edit, Named, Plan, RecordedRun, Vector
+from midstream.plan.values import Edit, Named, Plan, Vector
 from midstream.settings import NAME
 from midstream.trace.shipping import ShippedCode
 
@@ -32,6 +34,7 @@ from midstream.trace.shipping import ShippedCode
 SMALL = 1 << 20
 _RESERVED = {
     "trace",
+    "scheduled",
     "num_layers",
     "capture",
     "record",
@@ -79,11 +82,21 @@ def plan_bytes(plan: Plan) -> int:
 
 _written: Memory[bytes] = Memory()
 _read: Memory[Plan] = Memory()
+_scheduled: Memory[bytes] = Memory()
 
 
 def packed(plan: Plan) -> bytes:
     """The plan as one msgpack value, which vLLM copies and sends at no cost. Raises PlanError for what cannot be sent."""
-    return _written.get(plan, lambda: msgspec.msgpack.encode(plan.to_wire()), lambda data: len(data) + plan_bytes(plan))
+
+    def size(data: bytes) -> int:
+        return len(data) + plan_bytes(plan)
+
+    def written() -> bytes:
+        data = msgspec.msgpack.encode(plan.to_wire())
+        _read.get(data, lambda: plan, lambda _: size(data))  # so that this process need not parse it
+        return data
+
+    return _written.get(plan, written, size)
 
 
 def unpacked(data: bytes) -> Plan:
@@ -130,7 +143,8 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
 
     Attributes:
         wire: the plan, packed.
-        num_layers: of the model; set at admission.
+        scheduled: the `ScheduledPlan`, in msgpack; set at admission, where the prompt's tokens are first known.
+        num_layers: of the model, if the client knows it.
         capture: `(id, index)` of the mailbox where the client waits for captured rows. None if the rows stay in the engine, or if
             nothing is captured.
         record: `(id, name, owner)` of the run that the workers keep its captured rows as.
@@ -141,6 +155,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
 
     wire: bytes
     num_layers: int = 0
+    scheduled: bytes = b""
     capture: tuple[str, int] | None = None
     record: tuple[str, str, str] | None = None
     checked: bool = False
@@ -159,6 +174,21 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
         return unpacked(self.wire)
+
+    def for_scheduler(self, prompt_length: int, num_layers: int, device: str) -> PlanRequest:
+        """The request with its `scheduled`, for a prompt of this length, in tokens. Raises PlanError as `ScheduledPlan.of` does.
+
+        Args:
+            num_layers: the model's.
+            device: the engine's type of device, as in "cpu".
+        """
+        plan, case = self.plan, (self.wire, prompt_length, num_layers, device if self.shares else None)
+
+        def size(data: bytes) -> int:  # a name without a digest may stand for another vector the next time
+            return sys.maxsize if has_open_names(plan) else len(self.wire) + len(data)
+
+        made = _scheduled.get(case, lambda: msgspec.msgpack.encode(ScheduledPlan.of(plan, *case[1:])), size)
+        return msgspec.structs.replace(self, scheduled=made)
 
     @classmethod
     def of(cls, sampling_params: Any) -> PlanRequest | None:
@@ -180,31 +210,14 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
         )
 
 
-def changes_kv(sampling_params: Any) -> bool:
-    """Whether a request may write KV that the model alone would not: with a trace, edits, or what cannot be read."""
-    carried = _carried(sampling_params)
-    if carried is None:
-        return False
-    try:
-        request = PlanRequest.of(sampling_params)
-        return request is None or "trace" in carried or bool(request.plan.edits)
-    except PlanError:
-        return True
-
-
-def share(sampling_params: Any, wire: bytes) -> None:
-    """Have a request carry this object as its plan, which is equal: an object that many requests share is pickled for workers once."""
-    sampling_params.extra_args[NAME]["plan"] = wire
+def share(sampling_params: Any, wire: bytes, scheduled: bytes) -> None:
+    """Have a request carry these objects, which are equal to its own: an object that many requests share is pickled for workers once."""
+    sampling_params.extra_args[NAME].update(plan=wire, scheduled=scheduled)
 
 
 def has_open_names(plan: Plan) -> bool:
     """Whether it names vectors without their digests."""
     return any(isinstance(value, Named) and value.digest is None for value in plan.values())
-
-
-def may_be_gone(plan: Plan) -> bool:
-    """Whether it needs something that may be deleted before its request begins: a named vector or a recorded run."""
-    return any(isinstance(value, (Named, RecordedRun)) for value in plan.values())
 
 
 # --------------------------------------------------------------------------------------------------------------- traces
