@@ -444,14 +444,45 @@ def test_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert capture.sinks == (str(tmp_path / "rows"), str(tmp_path / "more"), Consumer("log"))
 
 
-def test_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
-    """midstream.VLLM has checked its plans; of anybody else, `checked` is a claim like any other."""
+@pytest.mark.parametrize("allow_traces", [False, True])
+def test_what_a_client_of_midstream_has_checked_is_checked_again_only_with_an_engine_wide_plan(
+    allow_traces: bool,
+) -> None:
+    """Q1. Nobody else can say `checked`: see `test_a_dict_brings_a_plan_and_nothing_else`."""
     config = engine_config()
     wrong = Plan.of(Steer("resid_post", layers=[3], vector=torch.ones(99)))
     params = vllm.SamplingParams(extra_args=PlanRequest(packed(wrong), 8, checked=True).to_extra_args())
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
-    assert admitted(config, Settings(allow_traces=True), request).items() >= params.extra_args["midstream"].items()
-    with pytest.raises(PlanError, match="99"):
-        admitted(config, Settings(), request)
-    with pytest.raises(PlanError, match="99"):
-        admitted(config, Settings(allow_traces=True, plan=Plan.of(steer()).to_json()), request)
+    payload = admitted(config, Settings(allow_traces=allow_traces), request)
+    assert payload is not None and payload.items() >= params.extra_args["midstream"].items()
+    with pytest.raises(PlanError, match="width 99"):
+        admitted(config, Settings(allow_traces=allow_traces, plan=Plan.of(steer()).to_json()), request)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_position_in_a_prompt_with_images_is_refused_whoever_has_checked_the_plan(checked: bool) -> None:
+    """The front end alone knows that the prompt has images."""
+    plans = [Plan.of(Steer("resid_post", layers=[3], vector=torch.ones(256), positions=at)) for at in ([1], None)]
+    extras = [PlanRequest(packed(plan), 8, checked=checked).to_extra_args() for plan in plans]
+    at_position, everywhere = (
+        SimpleNamespace(
+            sampling_params=vllm.SamplingParams(extra_args=extra), prompt_token_ids=[1, 2, 3], mm_features=["an image"]
+        )
+        for extra in extras
+    )
+    assert admitted(engine_config(), Settings(), everywhere)
+    with pytest.raises(PlanError, match="multimodal prompt"):
+        admitted(engine_config(), Settings(), at_position)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_embeddings_as_a_prompt_are_refused_whoever_has_checked_the_plan(checked: bool) -> None:
+    extra = PlanRequest(packed(Plan.of(steer())), 8, checked=checked).to_extra_args()
+    request = SimpleNamespace(
+        sampling_params=vllm.SamplingParams(extra_args=extra),
+        prompt_token_ids=[0],
+        mm_features=None,
+        prompt_embeds=[1.0],
+    )
+    with pytest.raises(PlanError, match="prompt_embeds"):
+        admitted(engine_config(), Settings(), request)

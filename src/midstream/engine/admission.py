@@ -231,10 +231,16 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
         if engine_wide is None:
             return dict(envelope)
         payload = PlanRequest(packed(Plan.of(None)))
+    if getattr(request, "prompt_embeds", None) is not None:
+        raise PlanError(
+            "A plan refers to the positions of a prompt's tokens, and this prompt was given as prompt_embeds. Give token ids, and the "
+            "embeddings as patches of resid_pre at layer 0."
+        )
     layers = payload.num_layers or config.model_config.hf_text_config.num_hidden_layers
-    if not (payload.checked and engine_wide is None and settings.allow_traces):
+    if not payload.checked or engine_wide is not None:
         payload = _checked(config, engine_wide, request, payload, layers)
-    # else it is from midstream.VLLM, which has made all of these checks
+    elif request.mm_features:  # which only vLLM sees in a served prompt
+        check(payload.plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
     prompt_length, device = len(request.prompt_token_ids or ()), config.device_config.device_type
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **payload.for_scheduler(prompt_length, layers, device).to_extra_args()[NAME]}
@@ -250,11 +256,6 @@ def _checked(config: Any, engine_wide: Any, request: Any, payload: PlanRequest, 
         raise PlanError(
             "Only midstream.VLLM and `midstream serve` return scores, those of a request's own probes. A probe in any other plan needs "
             "stop_above or stop_below."
-        )
-    if getattr(request, "prompt_embeds", None) is not None:
-        raise PlanError(
-            "A plan refers to the positions of a prompt's tokens, and this prompt was given as prompt_embeds. Give token ids, and the "
-            "embeddings as patches of resid_pre at layer 0."
         )
     plan = counted_from_0(plan, layers)
     wire = payload.wire if plan is own else packed(plan)

@@ -136,7 +136,7 @@ async def _take_files(server: Server, settings: Settings) -> None:
             server.saes[name] = await asyncio.to_thread(saes.checked, server, sae)
     if found.plan is not None:
         with errors_in(PLAN, settings.plan_file):
-            server.set_plan(await asyncio.to_thread(server.checked_plan, found.plan, may_be_final=True))
+            server.set_plan(await asyncio.to_thread(server.read_plan, found.plan, may_be_final=True))
     await server.model.connection.send_vectors()
 
 

@@ -142,7 +142,8 @@ def _stream(server: Server, call: RemoteCall, adapters: Mapping[str | None, Any]
     plans = []
     for number, plan in enumerate(call.plans):
         with about(f"plans[{number}]"):
-            plans.append(server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
+            plans.append(server.read_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
+            server.model.planner.check(plans[-1])  # alone, so that the error says which plan is wrong
     invokes = [
         replace(_invoke(server, asked, plans, f"asked[{number}]"), adapter=adapters[asked.model])
         for number, asked in enumerate(call.asked)

@@ -165,8 +165,11 @@ class Server:
             async for output in outputs:
                 yield output
 
-    def checked_plan(self, given: Any, may_be_final: bool = False) -> Plan:
-        """A stranger's plan, as data. It may refer to the server's runs by name or id. Raises PlanError."""
+    def read_plan(self, given: Any, may_be_final: bool = False) -> Plan:
+        """A stranger's plan, as data. It may refer to the server's runs by name or id. Raises PlanError.
+
+        The planner checks it against the model with the prompt of each request.
+        """
         runs = {key: run for run in self.model.runs.handles for key in (run.name, run.id)}
         plan = Plan.from_wire(
             {"interventions": given} if isinstance(given, list) else given,
@@ -176,12 +179,14 @@ class Server:
             may_be_final=may_be_final,
         )
         check_strangers(plan, self.model.num_layers, self.model.device_type)
-        self.model.planner.check(plan)
         return plan
 
     def set_plan(self, plan: Plan) -> None:
-        """Set the engine-wide plan. Raises PlanError for captures, and for probes whose scores a histogram cannot show."""
+        """Set the engine-wide plan. Raises PlanError for a plan that the model cannot carry out, for captures, and for probes whose scores
+        a histogram cannot show.
+        """
         with about(f"{NAME}.plan"):
+            self.model.planner.check(plan)
             if plan.captures:
                 raise PlanError("The engine-wide plan may have no captures: no client would get the rows.")
             Monitors.check(plan.probes)
@@ -200,7 +205,7 @@ class Server:
             content = _content(given)
         with _refusing():
             given = _loaded(f"{NAME}.plan", content.get("plan"))
-            plan = Plan() if given is None else self.checked_plan(given, may_be_final)
+            plan = Plan() if given is None else self.read_plan(given, may_be_final)
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:
