@@ -34,7 +34,7 @@ from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest, RequestEnd
 from midstream.runtime.scores import RequestScores, ScoreLink, StepScores
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
-from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
+from midstream.runtime.store import RunStore, VectorStore, recorded_run
 from midstream.runtime.tables import RowProfiles, Tables
 from midstream.sites import NotFinite
 from midstream.trace.batch_rows import BatchLayout
@@ -502,8 +502,6 @@ class PlanHost:
     def _begin(self, name: str, payload: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
         if self._speculative and any(item.selects_generated for item in plan.readings):
             raise PlanError("A capture or a probe of generated positions is not supported with speculative decoding.")
-        if payload.record is not None:
-            check_recorded(plan)
         self.captures.check(payload, plan)
         sources, loaded = self._take(name, payload, plan, len(prompt))
         if (knockouts := loaded.knockouts) is not None:

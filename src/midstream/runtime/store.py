@@ -197,18 +197,6 @@ def make_run(run_id: str, name: str, planes: Mapping[Point, torch.Tensor], posit
     return Run(run_id, name, rows, {p: i for i, p in enumerate(positions)}, frozenset(rows), (size,))
 
 
-def check_recorded(plan: Plan) -> None:
-    """Raise PlanError if the plan's captures cannot be kept as a run."""
-    if plan.probes:
-        raise PlanError("A recorded run keeps rows and no scores: its plan may have no Probe.")
-    if len({capture.positions for capture in plan.captures}) != 1:
-        raise PlanError("A recorded run has the same positions of all its sites.")
-    if any(capture.selects_generated for capture in plan.captures):
-        raise PlanError("A recorded run has positions of the prompt.")
-    if any(capture.program is not None for capture in plan.captures):
-        raise PlanError("A recorded run keeps whole rows: Capture.program has to be None.")
-
-
 def recorded_run(
     identity: tuple[str, str, str],
     plan: Plan,
@@ -218,7 +206,7 @@ def recorded_run(
     stage_widths: Sequence[Mapping[Point, int]],
     element_size: int,
 ) -> Run:
-    """The run that a plan's captures recorded, of a prompt that was computed to its end.
+    """The run that a plan's captures recorded, of a prompt that was computed to its end. All of them have the same positions.
 
     Args:
         identity: its id, name and owner.
