@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -69,6 +70,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # It counts whole GiB for each rank, and two engines of four ranks may run at once.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         ENGINE.update(gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 28)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep Python's collector from walking again and again over a million objects, while modules are imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,9 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 
+def runs_all() -> bool:
+    """Whether `./test all` runs."""
+    return os.environ.get("MIDSTREAM_EXAMPLES") == "all"
+
+
 def examples(count: int) -> int:
     """How many examples Hypothesis tries of a property: all of them with `./test all`, else a quarter."""
-    return count if os.environ.get("MIDSTREAM_EXAMPLES") == "all" else max(20, count // 4)
+    return count if runs_all() else max(20, count // 4)
 
 
 def least(measure: Callable[[], float], limit: float, attempts: int = 5) -> float:
