@@ -240,6 +240,22 @@ def test_an_error_that_the_numbers_of_a_check_do_not_raise(name):
     assert given.tier is Tier.FORWARD and "raises an error" in given.reason
 
 
+def test_integers_that_are_divided_by_those_of_the_forward_stay_in_the_forward():
+    """By other integers they raise no error that depends on numbers."""
+
+    def by_own(m):
+        m.layers_output[1].argmax(-1) % 3
+        m.layers_output[2] += V
+
+    def by_values(m):
+        x = m.layers_output[1].argmax(-1)
+        torch.tensor(7) % (x + 1)
+        m.layers_output[2] += V
+
+    assert "raises an error" in found(by_values, known=model()).reason
+    assert found(by_own, known=model()).tier is Tier.PLAN
+
+
 def test_places_of_the_largest_numbers_are_classes():
     def body(m):
         h = m.layers_output[2]

@@ -385,24 +385,32 @@ def _refuse_errors(recording: Recording) -> None:
     """Raise _Stays if the code has an operation that may raise an error that depends on numbers."""
     for graph in recording.steps:
         for value in graph.values:
-            if value.kind == "call" and not _never_raises(value.target, *_are_floats(value)):
+            if value.kind == "call" and not _never_raises(value):
                 name = value.target._schema.name.removeprefix("aten::")
                 raise _Stays(value.line, f"whether {name} raises an error depends on the values")
 
 
-def _are_floats(value: Value) -> tuple[bool, bool]:
-    """Whether all numbers of the forward that it is computed from are floating numbers; whether any number is."""
+def _never_raises(value: Value) -> bool:
+    """Whether an operation raises no errors that depend on numbers of the forward. Indices are checked where it is recorded."""
     inputs = list(value.inputs)
-    unknown = [each.dtype.is_floating_point for each in inputs if each.kind != "const"]
-    return all(unknown), any(each.dtype.is_floating_point for each in inputs)
+    unknown = {each.dtype.is_floating_point for each in inputs if each.kind != "const"}
+    divisor = value.args[1] if len(value.args) > 1 else None
+    divides_integers = not any(each.dtype.is_floating_point for each in inputs)
+    may_divide_by_0 = divides_integers and isinstance(divisor, Value) and divisor.kind != "const"
+    return _is_total(value.target, False not in unknown, may_divide_by_0)
 
 
 @functools.cache
-def _never_raises(operation: Any, all_floats: bool, any_floats: bool) -> bool:
-    """Whether an operation raises no errors that depend on numbers. Indices are checked where it is recorded."""
+def _is_total(operation: Any, all_floats: bool, may_divide_by_0: bool) -> bool:
+    """Whether an operation raises no errors that depend on numbers.
+
+    Args:
+        all_floats: whether all numbers of the forward that it takes are floating numbers.
+        may_divide_by_0: whether it takes only integers, the second of which are of the forward.
+    """
     packet = operation._schema.name.removeprefix("aten::").removesuffix("_")
     if packet in FLOATING:
-        return any_floats
+        return not may_divide_by_0
     is_known = packet in PACKETS or packet in _NEVER_RAISE or {Tag.pointwise, Tag.reduction} & set(operation.tags)
     is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in operation._schema.returns)
     return bool(is_known) or is_view or (all_floats and (Tag.core in operation.tags or packet in _RAISE_BY_INDICES))
