@@ -146,6 +146,18 @@ BODIES: dict[str, tuple[str, str]] = {
     "a list of a class": ("class C:\n    rows = []\nrows = C.rows", "C.rows.append(save(H(3)))"),
     "an attribute of a class": ("class C:\n    last = None\n    n = 0\nc = C()", "C.last = save(H(3)); C.n += 1"),
     "a class by its object": ("class C:\n    rows = []\nc = C(); rows = C.rows", "c.rows.append(save(H(3)))"),
+    "a list of a base class": (
+        "class A:\n    rows = []\nclass B(A):\n    pass\nb = B(); rows = A.rows",
+        "b.rows.append(save(H(3)))",
+    ),
+    "a list of an exception's class": (
+        "class E(Exception):\n    rows = []\nrows = E.rows",
+        "E.rows.append(save(H(3)))",
+    ),
+    "a tuple with attributes": (
+        "class T(tuple):\n    pass\nt = T(([], 1)); t.rows = []; rows = t.rows",
+        "v = save(H(3)); t[0].append(v); t.rows.append(v); t.n = 1",
+    ),
     "a list subclass": ("xs = Rows([1]); xs.name = 'a'", "xs.append(save(H(3))); xs.name = 'b'"),
     "a dataclass": ("p = Pair([], None); left = p.left", "p.left.append(save(H(3))); p.right = save(H(4))"),
     "a frozen dataclass": ("f = Frozen([]); rows = f.rows", "f.rows.append(save(H(3)))"),

@@ -13,6 +13,7 @@ of them keeps its identity, wherever the caller or the trace has put it.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import hashlib
 import operator
@@ -56,6 +57,7 @@ from midstream.trace.saves import (
 _CONTAINERS = (list, dict, deque, set)
 _LAYOUTS = (
     object,
+    tuple,
     *_CONTAINERS,
     OrderedDict,
     defaultdict,
@@ -137,7 +139,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     if kind is FunctionType:
         return None if is_imported(value) or is_installed(value.__code__.co_filename) else _variables(value)
     if issubclass(kind, type):
-        return _without_code(value, _IN_CLASSES) if _is_callers(value) else None
+        return _without_code(value, _IN_CLASSES) if _has_variables(value) else None
     if kind is ModuleType:
         return _without_code(value, (FunctionType, type, ModuleType)) if _is_callers_module(value) else None
     if not (_has_own_state(kind) or issubclass(kind, _CONTAINERS)):
@@ -174,6 +176,12 @@ def _members(kind: type) -> dict[str, Any]:
 def _is_callers(kind: type) -> bool:
     """Whether a class is the caller's own, and its instances are nothing but their attributes and items."""
     return is_callers(kind) and _is_plain(kind)
+
+
+@_once_for_class
+def _has_variables(kind: type) -> bool:
+    """Whether a class is the caller's own, and has variables that the caller may change."""
+    return is_written_by_caller(kind) and not issubclass(kind, enum.Enum)
 
 
 @_once_for_class
@@ -276,8 +284,9 @@ def _parts(name: str, value: Any, with_atoms: bool = False) -> Iterator[tuple[st
         if items is not None and (with_atoms or not _ATOMS.issuperset(map(type, items))):
             yield from ((inner, each) for each in items)
         yield from ((f"{name}.{each}", part) for each, part in (attributes_of(value) or {}).items())
-        if _is_callers(kind):
-            yield f"{name}.{kind.__name__}", kind
+        for base in value.__mro__ if issubclass(kind, type) else kind.__mro__:
+            if base is not value and _has_variables(base):
+                yield f"{name}.{base.__name__}", base
         if issubclass(kind, nn.Module):
             yield from ((f"{name}.{each}", part) for each, part in value._modules.items())
 
@@ -290,14 +299,16 @@ def _is_atom(value: Any) -> bool:
         return not _is_callers_module(value)
     if kind is FunctionType:
         return is_imported(value)
-    return issubclass(kind, type) and not _is_callers(value)
+    return issubclass(kind, type) and not _has_variables(value)
 
 
 def _passes_on(value: Any) -> bool:
     """Whether it is only a way to other objects, and never changes itself."""
     if type(value) is FunctionType:
         return is_installed(value.__code__.co_filename)
-    kinds = (tuple, frozenset, MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial)
+    if issubclass(type(value), tuple):
+        return not type(value).__dictoffset__  # it has no attributes
+    kinds = (frozenset, MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial)
     return issubclass(type(value), kinds)
 
 
