@@ -77,7 +77,7 @@ class Sharing(NamedTuple):
     wire: bytes = b""
 
 
-class _Known(NamedTuple):
+class _KnownPlan(NamedTuple):
     """A plan, and the parts of a request that carry it: one object each for all requests that have it."""
 
     plan: ScheduledPlan
@@ -86,7 +86,7 @@ class _Known(NamedTuple):
 
 
 _UNRESTRICTED = Sharing(0)
-_known: Memory[_Known] = Memory()
+_known: Memory[_KnownPlan] = Memory()
 
 
 def _sharing_of(request: Any) -> Sharing:
@@ -133,9 +133,9 @@ def _make_sharing(request: Any, length: int) -> Sharing:
     return Sharing(length, plan if plan.starts else None, plan.longest_hit, changes_kv, plan, known.wire)
 
 
-def _read(wire: bytes, scheduled: bytes) -> _Known:
+def _read(wire: bytes, scheduled: bytes) -> _KnownPlan:
     try:
-        return _Known(msgspec.msgpack.decode(scheduled, type=ScheduledPlan), wire, scheduled)
+        return _KnownPlan(msgspec.msgpack.decode(scheduled, type=ScheduledPlan), wire, scheduled)
     except msgspec.DecodeError as error:
         raise PlanError(f"The plan has not come by midstream's part of the front end: {error}.") from error
 
