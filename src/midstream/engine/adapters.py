@@ -99,6 +99,7 @@ def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
     Raises:
         ParameterError: none is applied.
     """
+    from vllm.lora.utils import is_in_target_modules
     from vllm.model_executor.models.utils import PPMissingLayer
 
     takes = {name for own in manager.modules for name in (own, *manager.packed_modules.get(own, ()))}
@@ -106,7 +107,7 @@ def _check_fit(manager: Any, adapter: str, names: Sequence[str]) -> str | None:
     layers = manager.model.named_modules()
     elsewhere = tuple(f"{name}." for name, each in layers if isinstance(each, PPMissingLayer))  # on other stages
     allowed: Any = getattr(manager.lora_config, "target_modules", None)
-    left_out = [name for name in names if allowed is not None and not manager._match_target_modules(name)]
+    left_out = [name for name in names if not is_in_target_modules(name, allowed, manager.packed_modules_mapping)]
     unknown = [
         name
         for name in names
