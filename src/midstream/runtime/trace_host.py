@@ -227,7 +227,6 @@ class TraceHost:
         self._behind_points: dict[Key, list[Point]] = {}  # what was captured in this step, in the order of the forward
         self._order = {point: i for i, point in enumerate(points_of(arch))}
         self._expects_logits = False
-        self._sent = 0
         self.find_not_finite: FindNotFinite | None = None  # of the step that is being sampled
 
     # From the worker.
@@ -473,9 +472,7 @@ class TraceHost:
         assert body is not None
         if (stages := self._stages) is not None:
             stages.end(body_name, body.error)
-        self._sent += 1
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
-        request.outcomes[body_name].order = self._sent
 
     def _send_snapshot(self, name: str, request: TracedRequest) -> None:
         """Send what the request has saved so far."""

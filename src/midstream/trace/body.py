@@ -14,6 +14,7 @@ import signal
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from itertools import count
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from midstream.tree import leaves, memory_of
 SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
+ENDS = count(1)  # numbers the ends of bodies
 
 
 def current_body() -> Body:
@@ -111,6 +113,7 @@ class Body:
         has_iterated: whether its code iterates over the steps with the tracer.
         asks_by_number: whether it has asked for a step by number, which is an error if the request ends before it.
         entry: the caller's values when its code began, as its program notes them.
+        order: counts the bodies that have ended; 0 before its end.
     """
 
     forward: Forward
@@ -126,6 +129,7 @@ class Body:
         self.failure: BaseException | None = None
         self.result: Any = None
         self.entry: Any = None
+        self.order = 0
         self.saves = Saves()
         self.has_iterated = self.asks_by_number = self.wants_result = False
         self.in_engine = in_engine
@@ -187,6 +191,7 @@ class Body:
             return
         except BaseException as failure:
             self.failure = failure
+        self.order = next(ENDS)
         try:
             self._leave()
         except BaseException as failure:

@@ -19,7 +19,7 @@ import torch
 
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
-from midstream.trace.body import Body, StopTrace, current_body, save
+from midstream.trace.body import ENDS, Body, StopTrace, current_body, save
 from midstream.trace.containers import Callers, Changes, all_is_saved, attributes_of, contents
 from midstream.trace.saves import ORIGINALS, Saves, variables_of
 from midstream.trace.tracer import BodyTracer, backward, steps_of
@@ -329,7 +329,7 @@ class Outcome(Found):
 
     Attributes:
         stopped: whether the body called `tracer.stop()`.
-        order: counts the outcomes of an engine, so that the last of several is known.
+        order: when the caller's objects had the contents that it has: ascending in one process.
         name: of the body.
         steps: in how many steps the body took part.
         saved: whether the body has saved any value, even one that has no name to come back under.
@@ -345,8 +345,11 @@ class Outcome(Found):
 
 def outcome(body: Body, program: TraceProgram) -> Outcome:
     """The result of a body that is done."""
-    error = body.failure
-    found = (body.result or Found()) if error is None else program.recover(error, body)
+    error, order = body.failure, body.order
+    if error is None:
+        found = body.result or Found()
+    else:  # its variables as they are now
+        found, order = program.recover(error, body), next(ENDS)
     failure = Failure.of(body.error) if body.error is not None else None
     _give_callers_classes(found.values)
     return Outcome(
@@ -356,6 +359,7 @@ def outcome(body: Body, program: TraceProgram) -> Outcome:
         name=body.name,
         steps=body.now + 1,
         saved=bool(body.saves),
+        order=order,
     )
 
 

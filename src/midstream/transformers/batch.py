@@ -322,7 +322,6 @@ class PaddedBatch:
         body = self.interleaver.finish(name)
         assert body is not None
         self.outcomes[name] = outcome(body, self.programs[name])
-        self.outcomes[name].order = len(self.outcomes)
 
     # Steps.
 
