@@ -24,7 +24,7 @@ from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.parallel import ALONE, Peers, Stage
-from midstream.trace.rewrite import compiled, made_again
+from midstream.trace.rewrite import compiled, made_again, without_collections
 from midstream.trace.saves import closure_of
 from midstream.trace.visit import Visit
 from midstream.tree import memory_of
@@ -379,7 +379,8 @@ def _definition(function: FunctionType) -> tuple[str, ast.FunctionDef]:
     """The text of a function, and its syntax tree. Raises SourceUnavailableError."""
     try:
         text = textwrap.dedent(inspect.getsource(function.__code__))
-        (definition,) = ast.parse(text).body
+        with without_collections():
+            (definition,) = ast.parse(text).body
         if isinstance(definition, ast.FunctionDef):
             return text, definition
     except (OSError, TypeError, AttributeError, SyntaxError, ValueError):

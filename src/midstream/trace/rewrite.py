@@ -8,9 +8,11 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import copy
 import dis
 import functools
+import gc
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,10 +63,25 @@ def source_of(code: CodeType) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _parse(filename: str, text: str) -> ast.Module:
+    with without_collections():
+        try:
+            return ast.parse(text, filename)
+        except SyntaxError as error:
+            raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python from collecting garbage in the block. A collection ends the suspended bodies of traces that nobody holds. If that happens
+    while Python makes or reads a syntax tree, it raises a SystemError about the depth of its stack.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return ast.parse(text, filename)
-    except SyntaxError as error:
-        raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def compile_body(node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
@@ -151,7 +168,8 @@ def compiled(
     outer = tree.body[0].body[0]
     outer.body.append(function)
     flags = original.co_flags & __future__.annotations.compiler_flag
-    module = compile(tree if class_name else ast.Module([outer], []), original.co_filename, "exec", flags, True)
+    with without_collections():
+        module = compile(tree if class_name else ast.Module([outer], []), original.co_filename, "exec", flags, True)
     code = next(each for each in codes_in(module) if each.co_name == "__block__")
     return code.replace(co_name=original.co_name, co_qualname=original.co_qualname)
 
