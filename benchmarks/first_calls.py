@@ -3,8 +3,9 @@
     python benchmarks/first_calls.py --cpu                # the bundled model; no other program should run
     python benchmarks/first_calls.py --runner v2 --shape llama-3.1-8b
 
-Each round has new code for each row. It is called on one prompt, then again, between two calls of `generate` without a plan. The table
-has the medians of the first and of the second call, in milliseconds more than the mean of the two calls of `generate`.
+Each round has new code for each row. After a pause, in which the next fork of the process that records code gets ready, the code is
+called on one prompt, and then again. `generate` is called three times before, without a plan. The table has the medians of the first and
+of the second call, in milliseconds more than the median of these.
 
 Below it stands the memory of the process that records code, with its forks: their proportional set size (PSS), which counts shared pages
 once.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import statistics
 import sys
 import tempfile
 import textwrap
@@ -31,6 +33,7 @@ from figures import Results
 from side_by_side import add_arguments, settle, start_engine
 
 PROMPT, TOKENS = "The Eiffel Tower is in the city of", 4
+PAUSE = 1.0  # seconds
 
 # A number that no other code has takes the place of `NUMBER`.
 BODIES = {
@@ -138,9 +141,10 @@ def run(arguments: argparse.Namespace, directory: Path, model: Any) -> None:
     for _ in range(arguments.rounds):
         for name, each in made.items():
             body = next(each)
-            before, first, later, after = plain(), call(body), call(body), plain()
-            mean = (before + after) / 2
-            figures[name].append((1e3 * (first - mean), 1e3 * (later - mean)))
+            time.sleep(PAUSE)
+            own = statistics.median(plain() for _ in range(3))
+            first, later = call(body), call(body)
+            figures[name].append((1e3 * (first - own), 1e3 * (later - own)))
     print(f"\n{results.machine}\n\n| code | first call, ms | later calls, ms |\n|---|---|---|")
     for name, own in figures.items():
         first, later = np.array(own).T
