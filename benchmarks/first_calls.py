@@ -142,9 +142,9 @@ def run(arguments: argparse.Namespace, directory: Path, model: Any) -> None:
         for name, each in made.items():
             body = next(each)
             time.sleep(PAUSE)
-            own = statistics.median(plain() for _ in range(3))
+            usual = statistics.median(plain() for _ in range(3))
             first, later = call(body), call(body)
-            figures[name].append((1e3 * (first - own), 1e3 * (later - own)))
+            figures[name].append((1e3 * (first - usual), 1e3 * (later - usual)))
     print(f"\n{results.machine}\n\n| code | first call, ms | later calls, ms |\n|---|---|---|")
     for name, own in figures.items():
         first, later = np.array(own).T
