@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import signal
@@ -24,6 +23,7 @@ if importlib.util.find_spec("triton") and not Path("/dev/nvidiactl").exists():
 
 import torch
 
+from midstream.memory import without_collections
 from midstream.trace.body import Modes
 
 if TYPE_CHECKING:
@@ -75,11 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep Python's collector from walking again and again over a million objects, while modules are imported."""
-    gc.disable()
-    try:
+    with without_collections():
         return (yield)
-    finally:
-        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

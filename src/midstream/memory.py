@@ -1,10 +1,15 @@
-"""A cache with a budget in bytes. Clients choose its keys and values, so a limit on their number would not limit the memory."""
+"""A cache with a budget in bytes, and blocks in which Python collects no garbage.
+
+Clients choose the cache's keys and values, so a limit on their number would not limit the memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 BYTES = 64 << 20
@@ -53,3 +58,15 @@ class Memory(Generic[V]):
 def items_in(value: Any) -> int:
     """How many items tuples contain, with those of the tuples in them."""
     return len(value) + sum(map(items_in, value)) if isinstance(value, tuple) else 0
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python from collecting garbage in the block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

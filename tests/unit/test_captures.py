@@ -5,7 +5,6 @@ No engine runs here. What the rows should be is looked up position by position, 
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import pickle
@@ -41,6 +40,7 @@ from limits import examples
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import cast_rows, routes
 from midstream.errors import CaptureError, MidstreamError, NotCapturedError, PlanError
+from midstream.memory import without_collections
 from midstream.plan.values import Capture, Consumer, Span
 
 A, B, C = ("resid_post", 1, "before", 3), ("resid_post", 1, "after", 3), ("mlp_out", 2, "before", 5)
@@ -227,12 +227,9 @@ def test_dropped_captures_are_freed_at_once():
     captured = gather([whole], 4)
     captured["mlp_out", 2], captured.positions["mlp_out", 2]
     rows = weakref.ref(whole.rows)
-    gc.disable()  # no cycle holds them until some later collection
-    try:
+    with without_collections():  # no cycle holds them until some later collection
         del whole, captured
         assert rows() is None
-    finally:
-        gc.enable()
 
 
 def test_captures_can_be_pickled():

@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -50,6 +49,7 @@ from vllm.utils.torch_utils import LayerName
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.engine.plugin import Replacement
+from midstream.memory import without_collections
 from midstream.sites import Binding, Point
 from midstream.tree import follow
 
@@ -640,13 +640,10 @@ def remembering_streams() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def alone_on_this_thread() -> Iterator[None]:
     """A block that records graphs. The device is idle before and after it."""
-    collects = gc.isenabled()
     torch.cuda.synchronize()
-    gc.disable()  # a collection would free memory and events while a graph is recorded
     try:
-        with mock.patch.object(torch.cuda, "graph", _ThreadLocalCapture):
+        # A collection would free memory and events while a graph is recorded.
+        with without_collections(), mock.patch.object(torch.cuda, "graph", _ThreadLocalCapture):
             yield
     finally:
-        if collects:
-            gc.enable()
         torch.cuda.synchronize()

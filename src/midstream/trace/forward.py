@@ -22,9 +22,10 @@ from torch import nn
 from midstream import hooks
 from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
+from midstream.memory import without_collections
 from midstream.sites import Key, point_name
 from midstream.trace.parallel import ALONE, Peers, Stage
-from midstream.trace.rewrite import compiled, made_again, without_collections
+from midstream.trace.rewrite import compiled, made_again
 from midstream.trace.saves import closure_of
 from midstream.trace.visit import Visit
 from midstream.tree import memory_of

@@ -8,11 +8,9 @@ from __future__ import annotations
 import __future__
 
 import ast
-import contextlib
 import copy
 import dis
 import functools
-import gc
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
+from midstream.memory import without_collections
 
 INJECTED = frozenset({"__save__", "__backward__", "__steps__", "__builtins__"})
 _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
@@ -63,25 +62,13 @@ def source_of(code: CodeType) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _parse(filename: str, text: str) -> ast.Module:
+    # Python has raised a SystemError about the depth of its stack here. The likely cause is a collection: it ends the suspended bodies
+    # of dropped traces.
     with without_collections():
         try:
             return ast.parse(text, filename)
         except SyntaxError as error:
             raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Keep Python from collecting garbage in the block. A collection ends the suspended bodies of traces that nobody holds. If that happens
-    while Python makes or reads a syntax tree, it raises a SystemError about the depth of its stack.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def compile_body(node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
