@@ -34,9 +34,9 @@ _SHUTDOWN_SECONDS, _HURRY_SECONDS = 15.0, 0.3
 _NOTICE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between two looks at whether the engine is alive
 _BASE = "VLLM_RPC_BASE_PATH"
+_LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
 # The numbers of the adapters that each engine has loaded.
 _adapters: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
-_LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
 
 _SERVED_PARAMETERS = (  # of vLLM's SamplingParams
     "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids bad_words ignore_eos "
@@ -404,7 +404,7 @@ async def load_first(engine: Any, adapter: Any) -> None:
 
 
 def adapter_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The adapter among the arguments of `add_request` behind `params`; None for none."""
+    """The adapter among the arguments that follow `params` in `add_request`; None for none."""
     return kwargs.get("lora_request") or next(iter(args[1:2]), None)
 
 

@@ -137,7 +137,7 @@ def _read(wire: bytes, scheduled: bytes) -> _KnownPlan:
     try:
         return _KnownPlan(msgspec.msgpack.decode(scheduled, type=ScheduledPlan), wire, scheduled)
     except msgspec.DecodeError as error:
-        raise PlanError(f"The plan has not come by midstream's part of the front end: {error}.") from error
+        raise PlanError(f"The plan was not admitted by midstream's part of the front end: {error}.") from error
 
 
 class AcceptedPlans:

@@ -1,5 +1,6 @@
 """Decides where the code of a trace runs: it is recorded (`trace.record`), and becomes a plan or a program where that is possible.
 
-`tiers` decides. `recordings` caches recordings for later calls. `linear` finds linear functions of a site's value, `row_programs` and
-`row_tensors` find functions of its rows, and `client_traces` makes saved values from captured rows.
+`tiers` decides. `recordings` caches recordings for later calls. `row_programs` and `row_tensors` find functions of a site's rows, `linear`
+finds those that one edit can do, and `client_traces` makes saved values from captured rows. `taping` has all of this done in a process of
+its own (`taper`), also for the functions in plans (`functions`), and `validation` checks the result.
 """

@@ -39,7 +39,7 @@ from midstream.tree import leaves, memory_of
 SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
-ENDS = count(1)  # numbers the ends of bodies
+ENDS = count(1)  # the numbers of `Body.order`
 
 
 def current_body() -> Body:
@@ -113,7 +113,7 @@ class Body:
         has_iterated: whether its code iterates over the steps with the tracer.
         asks_by_number: whether it has asked for a step by number, which is an error if the request ends before it.
         entry: the caller's values when its code began, as its program notes them.
-        order: counts the bodies that have ended; 0 before its end.
+        order: its number among the bodies of this process that have ended, in the order of their ends; 0 before its own.
     """
 
     forward: Forward

@@ -329,7 +329,7 @@ class Outcome(Found):
 
     Attributes:
         stopped: whether the body called `tracer.stop()`.
-        order: when the caller's objects had the contents that it has: ascending in one process.
+        order: of several outcomes, the one with the largest number has the last contents of the caller's objects.
         name: of the body.
         steps: in how many steps the body took part.
         saved: whether the body has saved any value, even one that has no name to come back under.

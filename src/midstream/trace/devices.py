@@ -1,7 +1,9 @@
-"""Shows code an engine's device in a process that may lack it. All its tensors are on the CPU.
+"""Shows code an engine's device in a process that may lack it.
 
-with showing(torch.device("cuda:0")):
-    torch.ones(3).cuda().device     # cuda:0
+    with showing(torch.device("cuda:0")):
+        torch.ones(3).cuda().device     # cuda:0
+
+All tensors are on the CPU.
 """
 
 from __future__ import annotations

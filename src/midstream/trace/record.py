@@ -184,7 +184,7 @@ def record(program: TraceProgram, model: Model, tokens: int, steps: int, has_arr
     if changed is not None:
         notes.reason = notes.reason or f"it changes {changed}"
     found = outcome(body, program)
-    found.order = 0  # in templates it would count the recordings
+    found.order = 0  # a template has no order: its requests have not ended
     kept: list[StandIn] = []
 
     def noted(each: StandIn) -> StandIn:

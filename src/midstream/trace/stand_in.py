@@ -682,7 +682,7 @@ def _one_hot(notes: Notes, func: Any, tensor: torch.Tensor, num_classes: int = -
 
 _T: Any = torch.Tensor
 _ARRAYS = {_T.numpy, _T.__array__, _T.data_ptr, torch.from_numpy, torch.as_tensor, torch.frombuffer, _T.untyped_storage}
-# Where a `UnknownRowCount` may be a size.
+# Where an `UnknownRowCount` may be a size.
 _OF_SIZES = {
     _T.view,
     _T.reshape,
