@@ -305,6 +305,7 @@ def test_a_plan_is_read_once_where_it_comes_in(monkeypatch: pytest.MonkeyPatch) 
     """Q1. Its form for the engine is not read in this process."""
     reads: list[Any] = []
     monkeypatch.setattr(Plan, "from_wire", classmethod(lambda cls, *a, **k: reads.append(a) or from_wire(*a, **k)))
+    monkeypatch.setattr(Plan, "from_packed", classmethod(lambda cls, *a: reads.append(a)))
     payload = admit(Plan.of(steer()).to_wire())
     assert PlanRequest.of(SimpleNamespace(extra_args={"midstream": payload})).plan.edits  # type: ignore[union-attr]
     assert len(reads) == 1

@@ -79,8 +79,23 @@ def test_a_plan_comes_back(plan):
         == Plan.of(plan.to_json())
     )
     assert Plan.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_wire()))) == plan
+    assert Plan.from_packed(plan.to_wire()) == plan
     assert Plan.from_wire(plan.to_wire()).hash == plan.hash
     assert json.loads(plan.to_json()) == json.loads(plain_json(plan.to_wire()))
+
+
+@given(st.lists(plans(5, 7, named=True), min_size=1, max_size=3))
+@settings(max_examples=examples(200), deadline=None)
+def test_a_plan_that_is_known_to_be_right_reads_as_one_that_is_checked(several):
+    """Several plans in one: an engine checks the first of those interventions that are alike."""
+    plan = Plan(tuple(item for each in several for item in each.interventions if not isinstance(item, Probe)))
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_wire()))
+    packed, checked = Plan.from_packed(data), Plan.from_wire(data)
+    assert packed == checked == plan and packed.hash == checked.hash
+    assert [vars(item) for item in packed.interventions] == [vars(item) for item in checked.interventions]
+    assert [list(map(type, vars(item).values())) for item in packed.interventions] == [
+        list(map(type, vars(item).values())) for item in checked.interventions
+    ]
 
 
 @given(plans(5, 7, named=True))

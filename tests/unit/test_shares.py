@@ -90,6 +90,23 @@ def test_what_fits_into_no_step_runs_alone_token_by_token() -> None:
     assert (share.cut, share.most) == ("a", 1)
 
 
+def test_plans_that_begin_leave_time_for_others_first_tokens() -> None:
+    shares, seen, waiting = StepShares(), list[int](), {f"r{i}": costly(f"r{i}", 1, begin=40) for i in range(8)}
+    for _ in range(12):
+        share = shares.next(waiting.values(), True)
+        begun = waiting.keys() - share.hidden
+        seen.append(len(begun))
+        for name in begun:
+            del waiting[name]
+    assert seen == [2, 0, 0] * 4, "of three steps together, no more than a step's time"
+
+
+def test_small_plans_that_begin_in_every_step_do_not_keep_a_large_one_waiting() -> None:
+    shares, large, small = StepShares(), costly("large", 1, begin=95), itertools.count()
+    hidden = [shares.next([costly(f"s{next(small)}", 1, begin=10), large], True).hidden for _ in range(4)]
+    assert ["large" in each for each in hidden] == [True, True, True, False]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_takes_more_and_every_request_ends(seed: int) -> None:
     """Requests of strangers that come and go, each of which fits into a step with one token."""

@@ -2,11 +2,13 @@
 
 `plan.strangers` says what a plan costs. All plans from HTTP in one step cost at most `STEP_SECONDS` together: other such requests wait for
 a later step, those first that have waited longest. A prompt whose plan would take longer is computed in parts, in every second step
-while other requests have prompts to compute, too.
+while other requests have prompts to compute, too. Plans take time once when they begin: all that begin within three steps take at most
+`STEP_SECONDS` together, since a first token needs so many steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,21 +61,25 @@ class StepShares:
         self._queue: list[str] = []  # those first that have waited longest
         self._has_cut = False  # in the last step
         self._loaded: dict[Hashable, None] = {}  # the plans that began last, which need not be compiled again
+        self._begun: deque[float] = deque(maxlen=2)  # seconds that plans took to begin, in each of the last steps
 
     def next(self, requests: Iterable[Costly], others_have_prompts: bool) -> Share:
         """The coming step's share. `others_have_prompts`: whether other requests would have to wait while a prompt is cut."""
-        step, hidden, cut, most = _Step(self._loaded), set[str](), None, 0
+        step, hidden, cut, most = _Step(self._loaded, sum(self._begun)), set[str](), None, 0
         known = {each.name: each for each in requests}
         queue = [name for name in self._queue if name in known]
         in_order = [known[name] for name in dict.fromkeys([*queue, *known])]
         others = others_have_prompts or sum(each.tokens > FEW for each in in_order) > 1
         for each in in_order:
             room = step.room(each)
-            if cut is None and (each.tokens <= room or (not each.may_be_cut and step.is_empty)):
+            if not step.may_begin(each):  # nor may those that have waited shorter, which would take its time
+                hidden.add(each.name)
+                step.closed = True
+            elif cut is None and (each.tokens <= room or (not each.may_be_cut and step.is_empty)):
                 step.take(each)
             elif cut is None and each.may_be_cut and room > 0 and not (self._has_cut and others):
                 cut, most = each.name, room
-                self._loaded[each.plan] = None
+                step.begin(each)
             else:
                 hidden.add(each.name)
         if cut is not None:
@@ -81,26 +87,49 @@ class StepShares:
         names = [each.name for each in in_order]
         self._queue = [n for n in names if n in hidden] + [n for n in names if n not in hidden]
         self._has_cut = cut is not None
+        self._begun.append(step.begun)
         for plan in list(self._loaded)[:-_MOST_LOADED]:
             del self._loaded[plan]
         return Share(frozenset(hidden), cut, most)
 
 
 class _Step:
-    """What is left of a step. `loaded`: the plans that need not be compiled."""
+    """What is left of a step.
 
-    def __init__(self, loaded: dict[Hashable, None]) -> None:
+    Args:
+        loaded: the plans that need not be compiled; it grows.
+        begun_before: the seconds that plans took to begin in the last steps.
+
+    Attributes:
+        begun: the seconds that plans take to begin in this step.
+        closed: whether no further plan may begin.
+    """
+
+    def __init__(self, loaded: dict[Hashable, None], begun_before: float) -> None:
         self._left, self._loaded = STEP_SECONDS, loaded
+        self._begun_before, self.begun, self.closed = begun_before, 0.0, False
         self._free: dict[Hashable, int] = {}  # rows that plans of the step have for nothing
 
     @property
     def is_empty(self) -> bool:
         return not self._free
 
+    def _begin(self, request: Costly) -> float:
+        """The seconds that the request's plan takes to begin in this step."""
+        return request.work.begin if request.begins and request.plan not in self._loaded else 0.0
+
+    def may_begin(self, request: Costly) -> bool:
+        begin, before = self._begin(request), self._begun_before + self.begun
+        return not begin or (not self.closed and (not before or before + begin <= STEP_SECONDS))
+
+    def begin(self, request: Costly) -> None:
+        """Put the request into the step, as far as its plan's beginning counts."""
+        self.begun += self._begin(request)
+        self._loaded[request.plan] = None
+
     def _fixed(self, request: Costly) -> float:
         """The seconds that the request takes whatever the number of its tokens."""
-        begin = request.work.begin if request.begins and request.plan not in self._loaded else 0.0
-        return begin + (0.0 if request.plan in self._free else request.work.step)
+        return self._begin(request) + (0.0 if request.plan in self._free else request.work.step)
 
     def room(self, request: Costly) -> int:
         """How many tokens of a request fit in; in an empty step at least one."""
@@ -115,4 +144,4 @@ class _Step:
         free = self._free.get(request.plan, request.work.free)
         self._left -= self._fixed(request) + max(request.tokens - free, 0) * request.work.row
         self._free[request.plan] = max(free - request.tokens, 0)
-        self._loaded[request.plan] = None
+        self.begin(request)

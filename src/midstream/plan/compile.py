@@ -344,11 +344,9 @@ class _VectorBank:
         return index
 
     def _shaped(self, value: Vector | Named, shape: Shape | None, label: str) -> torch.Tensor:
-        data: Any
         if isinstance(value, Vector):
-            data = value.data
-        else:
-            data = self._vector(value) if shape is None else self._on_host(value)
+            return torch.tensor(value.data if shape is None else shape(value.data, label))
+        data: Any = self._vector(value) if shape is None else self._on_host(value)
         if shape is not None:
             data = shape(np.asarray(data), f"{label} ({value!r})")
         return data if isinstance(data, torch.Tensor) else torch.tensor(data)

@@ -22,7 +22,6 @@ always taken in the same order; the others keep their order at each site.
 from __future__ import annotations
 
 import dataclasses
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -30,6 +29,7 @@ from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from midstream.errors import NOT_FINITE, PlanError
@@ -77,7 +77,8 @@ __all__ = [
 
 SITE_ORDER = {site: i for i, site in enumerate(LAYER_SITES)}
 MAX_EDITS = 1 << 14
-_TEXT = json.JSONEncoder(sort_keys=True)
+_ENCODER = msgspec.msgpack.Encoder(order="deterministic")
+_PLAIN = frozenset({type(None), bool, int, float, str})
 MAX_PLACED_EDITS = 1 << 16
 
 
@@ -170,6 +171,11 @@ class Plan:
         may_be_final = trusted if may_be_final is None else may_be_final
         found = wire.from_wire(given, trusted=trusted, named_runs=named_runs, saes=saes, may_be_final=may_be_final)
         return cls(found)
+
+    @classmethod
+    def from_packed(cls, given: Mapping[str, Any]) -> Plan:
+        """The plan that `to_wire` wrote in another process of midstream: see `wire.from_packed`."""
+        return cls(wire.from_packed(given))
 
     @classmethod
     def from_json(cls, text: str, *, trusted: bool = True) -> Plan:
@@ -317,15 +323,19 @@ def _point(item: Intervention) -> tuple[int, int]:
 
 def encoded(item: Intervention) -> str:
     """All fields of an intervention as text, for comparing and hashing."""
-    values = [_encoded(name, getattr(item, name)) for name in field_names(type(item))]  # type: ignore[arg-type]
-    return _TEXT.encode([item.kind, *values, *([item.final] if item.final is not None else [])])
+    values = [item.kind]
+    for name in field_names(type(item)):  # type: ignore[arg-type]
+        value = getattr(item, name)
+        values.append(value if type(value) in _PLAIN else _encoded(name, value))
+    if item.final is not None:
+        values.append(item.final)
+    return _ENCODER.encode(values).decode("latin-1")
 
 
 def _encoded(field: str, value: Any) -> Any:
-    # The common case first, since a plan may have thousands of fields.
-    if value is None or type(value) in (bool, int, float, str):
-        return value
     match value:
+        case bool() | int() | float() | str() | None:
+            return value
         case Vector():
             return ["vector", value.digest]
         case Named():  # equals the vector, once its digest is known

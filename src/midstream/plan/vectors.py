@@ -65,6 +65,13 @@ class Vector(ByDigest):
     def __post_init__(self) -> None:
         fields.settle(self, data=_finite_float32(self.field, self.data))
 
+    @classmethod
+    def known(cls, data: np.ndarray, digest: str) -> Vector:
+        """A vector with checked numbers, read-only float32 `[hidden]`, of this digest."""
+        made = object.__new__(cls)
+        made.__dict__.update(data=data, digest=digest)
+        return made
+
     @cached_property
     def digest(self) -> str:
         return digest(self.data.tobytes())
@@ -160,7 +167,8 @@ def at_heads(vector: Any, heads: Sequence[int], head_dim: int, width: int, field
     found = np.zeros((width // head_dim, head_dim), np.float32)
     rows = list(heads)
     found[rows] = given if given.size == head_dim else given.reshape(found.shape)[rows]
-    return Vector(found.reshape(-1), field)
+    found.setflags(write=False)
+    return Vector.known(found.reshape(-1), digest(found.tobytes()))
 
 
 def head_widths(head_dim: int, width: int) -> str:

@@ -17,10 +17,10 @@ from midstream.plan import fields
 STEP_SECONDS = 0.08  # of all plans from HTTP in one step: a neighbour waits less than 100 ms longer
 MAX_PLAN_STEPS = 1 << 12  # operations in all programs of a plan from HTTP
 MAX_PLAN_ITEMS = 1 << 16  # numbers, texts, lists and dicts in these programs
-BEGIN_SECONDS = 70e-6  # to read, compile and load an edit, once
-WRITE_SECONDS = 4.5e-4  # to write the program of a probe or a gated edit, once
+BEGIN_SECONDS = 60e-6  # to read, compile and load an edit, once
+WRITE_SECONDS = 4e-4  # to write the program of a probe or a gated edit, once
 PLACE_SECONDS = 2e-4  # to put a program into the tables of a GPU, once for each layer
-CHECK_SECONDS = 6e-5  # to check an operation of a program in the engine, once
+CHECK_SECONDS = 4e-5  # to check an operation of a program in the engine, once
 GRAPH_ROWS = 512  # the most rows of a CUDA graph, which runs its programs on all of them
 DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
 KEPT_ROW = 1e3  # weighted numbers that cost as much as keeping one row of a capture
@@ -74,7 +74,7 @@ class Rates(NamedTuple):
     product: float
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(28e-6, 1e-11, 5e-14)})
+RATES: Mapping[str, Rates] = MappingProxyType({"cpu": Rates(14e-6, 1e-9, 1e-10), "cuda": Rates(33e-6, 1e-11, 5e-14)})
 
 
 class Work(NamedTuple):

@@ -106,7 +106,7 @@ def unpacked(data: bytes) -> Plan:
 
 def _unpacked(data: bytes) -> Plan:
     try:
-        return Plan.from_wire(msgspec.msgpack.decode(data))
+        return Plan.from_packed(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, RecursionError) as error:
         raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
 
