@@ -69,8 +69,11 @@ def bodies(width: int) -> dict[str, Any]:
 
     factors, mask = torch.linspace(0.5, 1.5, 64), torch.arange(64) % 3 == 0
 
+    # Few features are larger than all others, so what rounding in bfloat16 chooses instead makes no difference.
+    sizes = torch.where(torch.arange(128) % 8 == 0, 1.0, 2.0**-10)
+
     def top_k_by_scatter(h: Any) -> Any:
-        features = torch.relu(h @ enc.to(h))
+        features = torch.relu(h @ enc.to(h)) * sizes.to(h)
         best = features.topk(16, dim=-1)
         return h + torch.zeros_like(features).scatter_(-1, best.indices, best.values) @ dec.to(h)
 

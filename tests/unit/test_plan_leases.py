@@ -1,14 +1,20 @@
-"""Leases of recorded runs (issue 3, E5, E10): who is cancelled while the workers answer holds nothing afterwards."""
+"""What a client's connection does before its requests run: leases of recorded runs (E5, E10), and what the scheduler needs (F6)."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from midstream import Patch, Plan, RecordedRun
 from midstream.capture.rows import NO_ROUTES
+from midstream.plan.compile import ScheduledPlan
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import PreparedPlan
 from midstream.requests.vectors_and_runs import LoadedAdapters, Runs, Vectors
+from midstream.runtime import request
+from midstream.runtime.request import PlanRequest
 from midstream.vllm.engine import EngineConnection, EngineRequest
 from midstream.vllm.stream import EngineStream
 
@@ -53,3 +59,20 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
         return connection.leases
 
     assert asyncio.run(run()) == 0
+
+
+def test_what_the_scheduler_needs_of_a_clients_plan_is_made_on_another_thread(monkeypatch):
+    """The event loop of a server, which serves all clients, finds it on admission."""
+    made = []
+    of = ScheduledPlan.of
+    seen = SimpleNamespace(of=lambda *arguments: made.append(threading.current_thread().name) or of(*arguments))
+    monkeypatch.setattr(request, "ScheduledPlan", seen)
+    plan = Plan.of(Patch("resid_post", layer=0, position=0, source=np.ones(8)))
+    params = SimpleNamespace(extra_args=PlanRequest(request.packed(plan), 2, checked=True).to_extra_args())
+    connection = object.__new__(EngineConnection)
+    connection.config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    prepared = PreparedPlan(plan, [1, 2, 3], NO_ROUTES, ModelFacts())
+    asyncio.run(connection._as_strangers([EngineRequest({}, params, None, prepared, None, {})]))
+    assert [name.partition("_")[0] for name in made] == ["midstream-plans"]
+    payload = PlanRequest.of(params)
+    assert payload.shares and payload.for_scheduler(3, 2, "cpu").scheduled and len(made) == 1

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Any, Literal
@@ -66,6 +67,9 @@ MAX_RUNS = 1024
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
+_SWITCH_SECONDS = (
+    1e-3  # for which threads that read plans may keep Python's lock from the event loop; Python's default is 5 ms
+)
 _NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
 router = new_router()
 
@@ -114,6 +118,7 @@ class Plugin:
             )
         check_arguments(args, Settings.of(config))
         apply_replacements(Role.SERVER)
+        sys.setswitchinterval(_SWITCH_SECONDS)
         captures = CaptureStore(
             int(os.environ.get(CAPTURE_BYTES, 4 << 30)), float(os.environ.get(CAPTURE_SECONDS, 600))
         )

@@ -57,8 +57,8 @@ from midstream.plan.values import Plan, Span
 from midstream.plan.vectors import Named, RecordedRun
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.requests.arguments import MAX_ANSWERS, MissingSpace, answers_of, spaces_warning
-from midstream.requests.invokes import Invoke
-from midstream.runtime.request import Envelope
+from midstream.requests.invokes import Invoke, without_destinations
+from midstream.runtime.request import Envelope, packed
 from midstream.sae import SAE
 from midstream.serve.capture_store import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.gate import RequestRefused, error_response, owner_of
@@ -206,6 +206,7 @@ class Server:
         with _refusing():
             given = _loaded(f"{NAME}.plan", content.get("plan"))
             plan = Plan() if given is None else self.read_plan(given, may_be_final)
+            packed(without_destinations(plan))  # which the event loop needs
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:

@@ -23,13 +23,14 @@ from typing import Any
 
 from midstream.capture.sinks import Sinks
 from midstream.engine import launch
+from midstream.engine.admission import on_a_thread
 from midstream.errors import EngineClosedError, MidstreamError, TraceError
 from midstream.lowering.client_traces import Ending
 from midstream.plan.probes import Probe, ScoreChunk
 from midstream.requests.arguments import Answers
 from midstream.requests.invokes import PreparedPlan, runs_of
 from midstream.requests.vectors_and_runs import HeldWeights, LoadedAdapters, Runs, Vectors, finish_cleanup
-from midstream.runtime.request import TraceRequest
+from midstream.runtime.request import PlanRequest, TraceRequest
 from midstream.settings import NAME, Settings
 from midstream.sweeps.sweep_run import SweepTurns
 from midstream.trace.weights import Weight
@@ -263,9 +264,8 @@ class EngineConnection:
 
         Raises PlanError if the workers lack a run, ParameterError if an adapter cannot be loaded.
         """
-        for request in requests if self._is_servers else ():
-            if request.plan is not None:
-                request.params.extra_args[NAME]["shares"] = True
+        if self._is_servers:
+            await self._as_strangers([request for request in requests if request.plan is not None])
         async with AsyncExitStack() as stack:
             await self._drop_interrupted()
             await self.adapters.load([request.adapter for request in requests])
@@ -277,6 +277,25 @@ class EngineConnection:
             weights = {digest: weight for request in requests for digest, weight in request.weights.items()}
             await stack.enter_async_context(self.weights.used(weights))
             yield [self._mailboxes(request, stack) for request in requests]
+
+    async def _as_strangers(self, requests: Sequence[EngineRequest]) -> None:
+        """Mark requests of a server's clients as theirs, and make what the scheduler has to know of their plans.
+
+        On admission it would be made on the event loop, which serves all clients.
+        """
+        payloads = dict[tuple[bytes, int], PlanRequest]()
+        for request in requests:
+            request.params.extra_args[NAME]["shares"] = True
+            payload, prepared = PlanRequest.of(request.params), request.plan
+            assert payload is not None and prepared is not None
+            payloads[payload.wire, len(prepared.prompt)] = payload
+
+        def make() -> None:
+            for (_, length), payload in payloads.items():
+                payload.for_scheduler(length, payload.num_layers, self.config.device_config.device_type)
+
+        if payloads:
+            await on_a_thread(sum(len(wire) for wire, _ in payloads), make)
 
     def _mailboxes(self, request: EngineRequest, stack: AsyncExitStack) -> tuple[Mailbox | None, Mailbox | None]:
         if (receiver := self.receiver) is None:
