@@ -477,7 +477,7 @@ class Siege:
 
     def run(self, attack: Attack, seconds: float) -> None:
         """Attack for about so long. Some repetitions are always made; a plain part lasts as long as the attack before it."""
-        before, began = Counter(self._statuses()), time.monotonic()
+        before, recordings, began = Counter(self._statuses()), self._recordings(), time.monotonic()
         extras = {"together": Extra(), "in turn": Extra()}
         for number in itertools.count():
             if number >= LEAST and time.monotonic() - began > seconds * number / (number + 1):
@@ -493,11 +493,16 @@ class Siege:
         broken = sum(count for status, count in statuses.items() if status >= 500 and status != 503)
         shown = "; ".join(f"{how}: {extra}" for how, extra in extras.items())
         counts = ", ".join(f"{count} of {status or 'cancelled'}" for status, count in sorted(statuses.items()))
-        self.say(is_kept and not broken and self.is_same(), f"{attack.name}: {shown}; answers {counts}")
+        recorded = f"{self._recordings() - recordings:.0f} graphs recorded"
+        self.say(is_kept and not broken and self.is_same(), f"{attack.name}: {shown}; {recorded}; answers {counts}")
 
     def is_same(self) -> bool:
         """Whether each question of the neighbour has had one answer."""
         return len(self.neighbour.answers) == len({question for question, _ in self.neighbour.answers})
+
+    def _recordings(self) -> float:
+        """How many CUDA graphs the engine has recorded for plans, while all requests waited."""
+        return next((value for name, value in metrics(self.server) if "graph_recordings" in name), 0.0)
 
     def _statuses(self) -> Counter[int]:
         return sum((client.statuses for client in self.clients), Counter[int]())
@@ -546,17 +551,30 @@ def questions(server: Any, edge: float) -> list[Any]:
     return found
 
 
-def gauges(server: Any) -> dict[str, float]:
-    """What the server and its workers hold, as the metrics have it. Counts since the start are left out."""
+def metrics(server: Any) -> list[tuple[str, float]]:
+    """midstream's metrics, and how many requests vLLM has."""
     server.ask("GET", "/metrics")  # the workers' values are those of the scrape before
     time.sleep(0.2)
-    text = server.ask("GET", "/metrics")[1]
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("midstream_")]
-    counts = ("planned_prompts", "_steps", "_growths", "_failures", "_created", "_total")
-    held = {name: float(value) for name, value in lines if not name.partition("{")[0].endswith(counts)}
-    requests = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
-    waiting = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(requests)]
-    return held | {name: float(value) for name, value in waiting}
+    lines = server.ask("GET", "/metrics")[1].splitlines()
+    ours = ("midstream_", "vllm:num_requests_running", "vllm:num_requests_waiting{")
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith(ours)]
+    return [(name, float(value)) for name, value in pairs]
+
+
+def gauges(server: Any) -> dict[str, float]:
+    """What the server and its workers hold, as the metrics have it. Counts since the start, and graphs, are left out."""
+    counts = (
+        "planned_prompts",
+        "_steps",
+        "_growths",
+        "_failures",
+        "_created",
+        "_total",
+        "_recordings",
+        "_graphs",
+        "_graph_bytes",
+    )
+    return {name: value for name, value in metrics(server) if not name.partition("{")[0].endswith(counts)}
 
 
 def main() -> int:
