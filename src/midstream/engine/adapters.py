@@ -36,7 +36,7 @@ class Adapters:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._numbers: dict[str, int] = {}  # of the adapters, by the id of the request
+        self._numbers: dict[str, int] = {}  # request id -> the number of its adapter
 
     def warning_of(self, number: int) -> str | None:
         """What the worker does not apply of an adapter; None if it applies all of it."""

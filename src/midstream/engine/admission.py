@@ -239,7 +239,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     layers = payload.num_layers or config.model_config.hf_text_config.num_hidden_layers
     if not payload.checked or engine_wide is not None:
         payload = _checked(config, engine_wide, request, payload, layers)
-    elif request.mm_features:  # which only vLLM sees in a served prompt
+    elif request.mm_features:  # only vLLM sees them in a served prompt
         check(payload.plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
     prompt_length, device = len(request.prompt_token_ids or ()), config.device_config.device_type
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}

@@ -19,7 +19,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 1 if a seam does not fit. Raises MidstreamError if there is no vLLM to look at."""
+    """Run the command. Returns 1 if a seam does not fit. Raises MidstreamError if there is no vLLM to look at."""
     parser = argparse.ArgumentParser(
         prog="midstream doctor",
         description="Compare every place where midstream touches vLLM with vLLM's sources, without importing or starting vLLM. The exit "
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 def find_vllm(path: Path | None) -> Path:
     """The folder of the package `vllm`: in `path`, or installed. Raises MidstreamError if there is none."""
     if path is None:
-        spec = importlib.util.find_spec("vllm")  # a package that is not inside another one is not imported by this
+        spec = importlib.util.find_spec("vllm")  # this does not import a top-level package
         if spec is None or not spec.submodule_search_locations:
             raise MidstreamError(
                 "vLLM is not installed here. Name a folder with its sources: midstream doctor --vllm PATH."

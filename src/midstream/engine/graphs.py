@@ -63,9 +63,9 @@ ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entri
 NOTHING: Acting = frozenset()
 _PATIENCE = 2  # a batch that comes once is not worth a recording, which takes as long as some steps
 _REMEMBERED = 4096  # batches whose number of steps is remembered
-_MOST_DUE = 64  # graphs that are to be recorded
+_MOST_DUE = 64  # how many graphs may wait to be recorded
 _STRANGERS_PAUSE = 64  # steps between two recordings for plans from HTTP
-_STRANGERS_OPERATIONS = 512  # of programs in one forward, the most for which graphs are recorded for plans from HTTP
+_STRANGERS_OPERATIONS = 512  # plans from HTTP get no graph if their programs have more operations in a forward
 _SMALLEST = 1 << 20  # bytes; the driver keeps at least this for a graph
 
 
@@ -167,7 +167,7 @@ def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName)
 
 
 @functools.cache
-def _register() -> torch.library.Library:  # kept by the cache: the op lives as long
+def _register() -> torch.library.Library:  # the cache keeps the library, and so the op
     """Define `midstream::site`, once a process.
 
     The point is a LayerName, vLLM's type for values that differ from layer to layer. Compiled graphs take it as an input. With a plain
@@ -336,7 +336,7 @@ class SetOfGraphs:
         self._on = False
 
     def recorded_with(self, kernel: Kernel | None) -> Kernel:
-        """The functions that the site op calls while they are recorded: `kernel`, if they had none before."""
+        """The functions that the site op calls while the graphs are recorded: the first `kernel` that was given."""
         self.kernel = self.kernel or kernel
         assert self.kernel is not None
         return self.kernel
@@ -487,7 +487,7 @@ class ActingGraphs:
             )  # fmt: skip
 
     def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Have all ranks of a group count with the same size. `exchange` returns the values that all ranks passed."""
+        """Make all ranks of a group use the largest size. `exchange` returns the values that all ranks passed."""
         self.bytes_each = max(exchange(self.bytes_each))
 
     def record_due(self) -> None:

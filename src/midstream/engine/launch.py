@@ -183,7 +183,7 @@ def start_engine(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
 
 def _started(arguments: dict[str, Any], is_async: bool) -> Any:
-    """Arguments and errors as of `start_engine`."""
+    """Start the engine, with the arguments and errors of `start_engine`."""
 
     def load() -> Callable[[], Any]:
         register()
@@ -264,7 +264,7 @@ def shut_down(engine: Any) -> None:
 
 
 def end_quickly(engine: Any) -> None:
-    """The user has interrupted the engine's work. `shut_down` will kill the engine, whose processes take seconds to end, at once."""
+    """The user has interrupted the engine's work. Its processes take seconds to end, so `shut_down` will kill them at once."""
     engine.midstream_ends_quickly = True
 
 
@@ -353,7 +353,7 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
 
 
 def adapter_at(path: str) -> Any:
-    """The LoRARequest of the adapter at a path, or of a name at the Hugging Face hub. It is named after the last part of either."""
+    """The LoRARequest of an adapter at a path, or with a name on the Hugging Face hub. The last part of either is its name."""
     from vllm.lora.request import LoRARequest
 
     directory = Path(path).expanduser()
@@ -373,7 +373,7 @@ def check_adapter(config: Any, adapter: Any) -> None:
 
 
 def check_adapters_fit_one_step(config: Any, adapters: Iterable[Any]) -> None:
-    """Raise ParameterError for requests that must be in the same steps, if these are their adapters and no step takes so many."""
+    """Raise ParameterError if requests that must be in the same steps have more adapters than a step takes."""
     numbers = {adapter.lora_int_id for adapter in adapters if adapter is not None}
     if numbers and len(numbers) > (most := config.lora_config.max_loras):
         raise ParameterError(
@@ -425,7 +425,7 @@ def check_loaded(engine: Any, adapter: Any, answers: Sequence[tuple[str | None, 
 
     Args:
         engine: the `LLMEngine` or `AsyncLLM`.
-        answers: of that method, from each worker.
+        answers: each worker's answer from `midstream_load_adapter`.
     """
     if reason := next((failure for failure, _ in answers if failure), None):
         raise ParameterError(
@@ -517,7 +517,7 @@ def translated_errors(engine: Any = None) -> Iterator[None]:
     """Turn vLLM's errors into midstream's, if they say that the engine is dead or that a request is refused."""
     try:
         yield
-    except MidstreamError:  # of `engine/admission.py`; its class is also one of vLLM's
+    except MidstreamError:  # raised by `engine/admission.py`; it is also one of vLLM's errors
         raise
     except Exception as error:
         kinds = {each.__name__ for each in type(error).__mro__}

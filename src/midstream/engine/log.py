@@ -34,7 +34,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 _TAIL_BYTES = 4096
 _LAST_ERRORS, _LAST_LINES = 5, 15
 _PERIOD_SECONDS = 1.0
-_WIDTH = 100  # of the status line, where no terminal has a width
+_WIDTH = 100  # of the status line, if no terminal tells its width
 _STREAMS = ("stdout", "stderr")
 
 _redirecting = threading.Lock()  # file descriptors are the whole process's
@@ -92,7 +92,7 @@ class EngineLog:
 
     @contextlib.contextmanager
     def _taking_streams(self) -> Iterator[None]:
-        """As for the descriptors, for streams that do not write to them, as in a notebook."""
+        """Send streams that do not write to the descriptors to the file as well, as in a notebook."""
         with ExitStack() as stack:
             for stream, redirect in (
                 (sys.stdout, contextlib.redirect_stdout),
@@ -258,7 +258,7 @@ class _StatusLine(threading.Thread):
             if in_notebook():
                 self._notebook = NotebookLine()
             else:
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # of a terminal that is no file
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may have no descriptor
                     self._terminal = os.dup(self._stream.fileno())
             self.start()
 

@@ -103,7 +103,7 @@ def remember(request: Any) -> Sharing:
 
     To be called before a request of streaming input gets other parameters: its present blocks were computed with the current ones.
     """
-    # The prompt itself: vLLM hashes the blocks of streaming input before it counts them.
+    # Count the prompt itself: when vLLM hashes the blocks of streaming input, it has not counted their tokens yet.
     length = len(request.prompt_token_ids) if request.prompt_token_ids is not None else request.num_prompt_tokens
     known: Sharing | None = getattr(request, "midstream_cache", None)
     if known is None or known.length != length:
@@ -122,7 +122,7 @@ def _make_sharing(request: Any, length: int) -> Sharing:
     try:
         planned = PlanRequest.of(request.sampling_params)
         if planned is None:
-            return Sharing(length, changes_kv=is_ours(request))  # by a trace
+            return Sharing(length, changes_kv=is_ours(request))  # without a plan, only a trace changes KV
         case = planned.wire, planned.scheduled
         known = _known.get(case, lambda: _read(*case), lambda made: sum(map(len, case)) + made.plan.size)
     except PlanError:  # the worker will refuse the plan
@@ -206,7 +206,7 @@ class _Coordinator:
 
     Args:
         longest: how many tokens a cache hit may have.
-        held_from: as of `holding_back`.
+        held_from: see `holding_back`.
     """
 
     def __init__(self, coordinator: Any, longest: int, held_from: Callable[[str], int | None]) -> None:

@@ -86,7 +86,7 @@ class Runner:
         raise NotImplementedError
 
     def prepare(self, watched: Watch, acting: Acting = NOTHING, has_strangers: bool = False) -> None:
-        """Prepare the coming step. Arguments as of `ActingGraphs.begin_step`."""
+        """Prepare the coming step. `acting` and `has_strangers` are those of `ActingGraphs.begin_step`."""
         if self.graphs is not None and self.graphs.begin_step(acting, has_strangers):
             self.watch(Watch.NOTHING)  # vLLM records by steps of its own
             self.graphs.record_due()
@@ -128,7 +128,7 @@ class Runner:
         self._watch_recording(self.graphs)
 
     def gauges(self) -> dict[str, int]:
-        """As of `ActingGraphs`; zeros for an engine without graphs."""
+        """The gauges of `ActingGraphs`; zeros for an engine without graphs."""
         none = dict.fromkeys(("graphs", "graph_bytes", "graph_recordings", "recording_failures"), 0)
         return self.graphs.gauges() if self.graphs is not None else none
 
@@ -412,7 +412,7 @@ class V2Runner(Runner):
         StepMode.may_replay = self._may_replay if acting and self.graphs is not None else None
 
     def _may_replay(self, manager: Any, kind: str, descriptor: Any) -> bool:
-        """As `ActingGraphs.choose`. A speculator has graphs of its own, without sites."""
+        """As `ActingGraphs.choose`. A speculator's graphs have no sites, so they may always be replayed."""
         assert self.graphs is not None
         return manager is not self.runner.cudagraph_manager or self.graphs.choose(kind, descriptor)
 
@@ -438,7 +438,7 @@ class V2Runner(Runner):
         manager, module = self.runner.cudagraph_manager, importlib.import_module(self._GRAPHS)
         wanted = {CUDAGraphMode[kind]: [descriptor]}
         one = Replacement(f"{self._GRAPHS}.CudaGraphManager._capture_descs", manager, wanted)
-        quiet = Replacement(f"{self._GRAPHS}.is_global_first_rank", module, lambda: False)  # who shows progress
+        quiet = Replacement(f"{self._GRAPHS}.is_global_first_rank", module, lambda: False)  # shows no progress
         with one, quiet:
             self._capture()
 

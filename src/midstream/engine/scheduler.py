@@ -105,12 +105,12 @@ class RequestState:
 
     Attributes:
         changes_kv: whether it may write KV that differs from the model's own.
-        held_from: as of `AcceptedPlans.held_from`, while the workers may refuse its plan; then None.
+        held_from: see `AcceptedPlans.held_from`; None once the workers have accepted its plan.
         in_forward: whether it has a trace in the forward.
         is_apart: whether it gets steps apart from requests without such a trace. False after its trace's code has ended, and if
             traces share steps.
         is_unstarted: whether it has a trace and had not begun when this was last checked.
-        work: what its plan costs a step, and the plan, if it is a client's of a server; else None.
+        work: for a plan from HTTP, its cost for each step, and the packed plan; else None.
     """
 
     changes_kv: bool
@@ -163,8 +163,8 @@ class _Rules:
         self._states: dict[str, RequestState] = {}
         self._counts = Counter[str]()  # the number of states with each flag of `_TALLIED`
         self._shares, self._share = StepShares(), Share()
-        self._apart_is_stuck = False  # whether no waiting request apart could begin in the last step of its kind
-        self._scores: dict[str, list[ScoreChunk]] = {}  # those that have not left yet, by request
+        self._apart_is_stuck = False  # whether requests waited for the last traced step, and none began in it
+        self._scores: dict[str, list[ScoreChunk]] = {}  # scores that have not left yet, by request
         self._accepted = AcceptedPlans()
         self._edited = self.kv_cache_manager.block_pool.midstream = EditedBlocks()
 
@@ -257,8 +257,8 @@ class _Rules:
         return request.request_id in share.hidden or _is_unstarted(request) or _to_compute(request) > FEW
 
     def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step of the requests with a trace in the forward (True), of all others (False), or of none; without those that wait
-        because of `_share`. vLLM sees only these.
+        """Schedule a step of the requests with `is_apart` (True), of all others (False), or of none (None). Requests that wait because of
+        `_share` are left out. vLLM sees only the others.
         """
         apart = {name for name, state in self._states.items() if state.is_apart}
         running, waiting = self.running, self.waiting
@@ -299,7 +299,7 @@ class _Rules:
         return output
 
     def _schedule_cut(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step in which a request has no more than its share's tokens: those that the others, which come first, leave."""
+        """Schedule a step in which one request gets at most the tokens of its share. The other requests come first."""
         name, most = self._share.cut, self.max_num_scheduled_tokens
         self.running.sort(key=lambda request: request.request_id == name)  # the list is this step's own
         others = sum(_to_compute(request) for request in self.running if request.request_id != name)
@@ -358,7 +358,7 @@ class _Rules:
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
-        session.sampling_params = update.sampling_params  # vLLM hashes the new blocks before it sets them
+        session.sampling_params = update.sampling_params  # vLLM hashes the new blocks before it sets the parameters
         super()._update_request_as_session(session, update)  # type: ignore[misc]
 
     def _schedule_in_one_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,10 @@
 """Shares out a step among requests whose plans cost time, so that no step takes much longer because of plans.
 
-`plan.strangers` says what a plan costs. All plans from HTTP in one step cost at most `STEP_SECONDS` together: other such requests wait for
-a later step, those first that have waited longest. A prompt whose plan would take longer is computed in parts, in every second step
-while other requests have prompts to compute, too. Plans take time once when they begin: all that begin within three steps take at most
-`STEP_SECONDS` together, since a first token needs so many steps.
+`plan.strangers` says what a plan costs. All plans from HTTP in one step cost at most `STEP_SECONDS` together: further requests wait for a
+later step, and those that have waited longest come first. A prompt whose plan would take longer is computed in parts, only in every
+second step while other requests have prompts to compute. Plans take time once when they begin: all that begin within three steps take at
+most `STEP_SECONDS` together, since a first token waits for three steps: the running one, the next one, which vLLM has scheduled already,
+and its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from midstream.plan.work import STEP_SECONDS, StepWork
 
-FEW = 16  # tokens: a request with no more of them is in each step in which a prompt has to be cut
+FEW = 16  # tokens: a running request with at most so many also runs in steps in which a prompt is cut
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Costly:
     """A request whose plan costs time.
 
     Attributes:
-        plan: what equal plans have in common. Requests with one plan run together.
-        tokens: that it has to compute, all its prompt at first.
+        plan: a key that equal plans share. Requests with one plan run together.
+        tokens: how many it has to compute; at first its whole prompt.
         begins: whether the coming step is its first.
         may_be_cut: whether its prompt may be computed in parts.
     """
@@ -38,7 +39,7 @@ class Costly:
 
 
 class Share(NamedTuple):
-    """What a step may have.
+    """Which requests may be in a step.
 
     Attributes:
         hidden: the requests that have to wait.
@@ -58,7 +59,7 @@ class StepShares:
     """Shares out one step after another."""
 
     def __init__(self) -> None:
-        self._queue: list[str] = []  # those first that have waited longest
+        self._queue: list[str] = []  # the requests that have waited longest come first
         self._has_cut = False  # in the last step
         self._loaded: dict[Hashable, None] = {}  # the plans that began last, which need not be compiled again
         self._begun: deque[float] = deque(maxlen=2)  # seconds that plans took to begin, in each of the last steps
@@ -72,7 +73,7 @@ class StepShares:
         others = others_have_prompts or sum(each.tokens > FEW for each in in_order) > 1
         for each in in_order:
             room = step.room(each)
-            if not step.may_begin(each):  # nor may those that have waited shorter, which would take its time
+            if not step.may_begin(each):  # no later request may begin a plan either: it would take this one's time
                 hidden.add(each.name)
                 step.closed = True
             elif cut is None and (each.tokens <= room or (not each.may_be_cut and step.is_empty)):
@@ -97,7 +98,7 @@ class _Step:
     """What is left of a step.
 
     Args:
-        loaded: the plans that need not be compiled; it grows.
+        loaded: the plans that need not be compiled; `begin` adds to them.
         begun_before: the seconds that plans took to begin in the last steps.
 
     Attributes:
@@ -108,7 +109,7 @@ class _Step:
     def __init__(self, loaded: dict[Hashable, None], begun_before: float) -> None:
         self._left, self._loaded = STEP_SECONDS, loaded
         self._begun_before, self.begun, self.closed = begun_before, 0.0, False
-        self._free: dict[Hashable, int] = {}  # rows that plans of the step have for nothing
+        self._free: dict[Hashable, int] = {}  # plan -> how many further rows cost nothing in the step
 
     @property
     def is_empty(self) -> bool:
@@ -123,7 +124,7 @@ class _Step:
         return not begin or (not self.closed and (not before or before + begin <= STEP_SECONDS))
 
     def begin(self, request: Costly) -> None:
-        """Put the request into the step, as far as its plan's beginning counts."""
+        """Count the time that the request's plan takes to begin."""
         self.begun += self._begin(request)
         self._loaded[request.plan] = None
 

@@ -134,7 +134,7 @@ def has_graphs(config: Any) -> bool:
 
 
 def compiles(config: Any) -> bool:
-    """Whether steps run compiled code or CUDA graphs, which hooks that are added later are not part of."""
+    """Whether steps run compiled code or CUDA graphs. Hooks that are added later are not part of these."""
     return has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
 
 
@@ -153,8 +153,8 @@ class Worker(PlatformWorker):
 
     def init_device(self) -> None:
         if current_platform.is_cpu() and multiprocessing.parent_process() is not None:  # a process of the engine's own
-            # Below 1e-38 numbers become zero. Else a plan that makes a value so small slows each product with the model's weights by two
-            # hundred times, also for others in the step. Threads inherit this, so it comes before vLLM makes them.
+            # Numbers below 1e-38 become zero. Without this, a plan that makes such small values slows each product with the model's weights
+            # two-hundredfold, for all requests in the step. Threads inherit the setting, so it is made before vLLM starts them.
             torch.set_flush_denormal(True)
         super().init_device()
 
@@ -206,8 +206,7 @@ class Worker(PlatformWorker):
         forms = {(arch.widths[p], arch.bindings[p].residual is not None) for p in buildable_points(arch, sites)}
         for width, dual in forms:
             self.plans.tables.warm_up(width, dual, config.model_config.dtype)
-        # In a graph, vLLM's all-reduce reads other buffers of the other ranks than outside a graph. So all ranks must replay a graph, or
-        # none.
+        # vLLM's all-reduce exchanges data by different buffers inside and outside a graph. So all ranks must replay a graph, or none.
         self._stops_alone = self._tensor_ranks is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
@@ -428,7 +427,7 @@ class Worker(PlatformWorker):
 
     @torch.inference_mode()
     def _check_of(self, scheduler_output: Any) -> FindNotFinite | None:
-        """What finds the requests that the queued step made infinite or NaN; None if the forward ends on another rank.
+        """A function that finds the requests whose rows the queued step made infinite or NaN. None if the forward ends on another rank.
 
         Such requests end with an error that says where. Other requests never compute with these numbers even without this check: see
         `engine.prefix_cache`.
@@ -583,7 +582,7 @@ class Worker(PlatformWorker):
     def midstream_load_adapter(self, adapter: bytes) -> tuple[str | None, str | None]:
         """Load an adapter, a LoRARequest in msgpack. Returns the reason if that fails, and a warning if the adapter fits in part.
 
-        After an error of several workers, vLLM takes the answers of one call for those of the next (0.32).
+        It does not raise: after errors of several workers, vLLM takes the answers of one call for those of the next (0.32).
         """
         from vllm.lora.request import LoRARequest
 

@@ -33,7 +33,7 @@ import triton.language as tl
 
 from midstream.plan.ops.edit import kernel_codes, kind_of
 
-FEW_ROWS = 1024  # up to here a row is loaded before it is known whether it is needed
+FEW_ROWS = 1024  # in batches of at most so many rows, a row is loaded before it is known whether it is needed
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _vector_at(address, columns, hidden_size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _streams_at(hidden_at, residual_at, inside, DUAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row of both streams; of one stream twice."""
+    """The row of both streams; a single stream is returned twice."""
     hidden = tl.load(hidden_at, mask=inside, other=0.0)
     residual = hidden
     if DUAL:
@@ -110,8 +110,8 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     hidden_stride,
     residual_stride,
     DUAL: tl.constexpr,
-    FEW: tl.constexpr,  # rows: they are loaded before it is known whether they are needed
-    DEPENDENT: tl.constexpr,  # launched while the kernel in front may still run
+    FEW: tl.constexpr,  # there are few rows: each is loaded before it is known whether it is needed
+    DEPENDENT: tl.constexpr,  # launched while the previous kernel may still run
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -129,8 +129,8 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     vector, mask, kind, offset, a, b, c = _op_at(entry + 2)
     v = _vector_at(vector, columns, hidden_size)
     if DEPENDENT:
-        # What is above was written before the kernel in front of this one began: see `tables.DeviceTables`. No program may end without
-        # this: the next kernel waits for this one alone.
+        # Everything loaded above was written before the previous kernel began: see `tables.DeviceTables`. Every program must wait here,
+        # because the next kernel waits only for this kernel, not for the previous one.
         tl.extra.cuda.gdc_wait()
         if FEW:
             hidden, residual = _streams_at(hidden_at, residual_at, inside, DUAL)
@@ -163,12 +163,12 @@ def _edit_rows(  # type: ignore[no-untyped-def]
         if edits > 0:
             edited = (h + added).to(stored.dtype)
             changed = edited != stored
-            # Lanes without an infinity or a NaN store nothing. The earliest point has the largest number, and stays.
+            # Lanes without an infinity or a NaN store nothing. The earliest point has the largest number, so the maximum keeps it.
             size = tl.abs(edited.to(tl.float32))
             tl.atomic_max(
                 overflow_T + row + columns * 0, points - point, mask=inside & ((size != size) | (size == float("inf")))
             )
-            # The rest is written back as it was: stores of single elements take several times as long.
+            # Unchanged elements are written back too: stores of single elements take several times as long.
             tl.store(hidden_at, tl.where(changed, edited, hidden), mask=inside)
             if DUAL:  # v + 0 is v in every dtype
                 tl.store(residual_at, tl.where(changed, tl.zeros_like(residual), residual), mask=inside)
@@ -176,13 +176,13 @@ def _edit_rows(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _launches_dependent(device: torch.device) -> bool:
-    """Whether the device has dependent launches, and nobody has turned them off."""
+    """Whether the device supports dependent launches and they are not turned off."""
     wanted = os.environ.get("MIDSTREAM_EARLY_LAUNCH", "1") != "0" and not os.environ.get("TRITON_INTERPRET")
     able = device.type == "cuda" and torch.version.cuda is not None and hasattr(tl.extra.cuda, "gdc_wait")
     return wanted and able and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Compiled kernels by all that Triton compiles for: integers as they are, and pointers that are multiples of 16.
+# Compiled kernels, by everything that Triton specialises them for. All their pointers are multiples of 16.
 _compiled: dict[Hashable, Any] = {}
 
 
@@ -204,9 +204,9 @@ def edit_rows(
         residual_TH: the second stream of a dual-stream model; the value is then their sum, rounded to the dtype.
         profile_T: int32, each row's profile.
         capture_T: int64, the address of each row's captured row; 0 for a row of which nothing is kept.
-        overflow_T: int32, gets `points - point` where an edit leaves the finite range and no earlier one has; for `take_overflow`.
+        overflow_T: int32, gets `points - point` for the first point whose edit makes the row infinite or NaN. `take_overflow` reads it.
         table_address: int64 `[1]`, where the table `[profiles, points, tables.ENTRY_WORDS]` lies.
-        early: whether a launch before the kernel in front has ended is worth it, where the device has such.
+        early: whether the kernel may start before the previous kernel has ended, on devices that support this.
     """
     rows, hidden_size = hidden_TH.shape
     second = residual_TH if residual_TH is not None else hidden_TH
@@ -222,12 +222,12 @@ def edit_rows(
     )
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[rows, 1, 1](*tensors, point, points, *shape)  # half the time of Triton's own way from the beginning
+        compiled[rows, 1, 1](*tensors, point, points, *shape)  # takes half the time of Triton's own launch
         return
     warps = min(max(block // (128 if few else 256), 1), 32 if dependent else 16)
     options = {"launch_pdl": True} if dependent else {}
     compiled = _edit_rows[(rows,)](*tensors, point, points, *shape, num_warps=warps, **options)
-    if compiled is not None and key is not None:  # Triton's interpreter has none
+    if compiled is not None and key is not None:  # Triton's interpreter returns None
         _compiled[key] = compiled
 
 
@@ -272,12 +272,14 @@ def _take_overflow(hidden_TH, overflow_T, codes_T, points, hidden_size, hidden_s
 
 
 def take_overflow(hidden_TH: torch.Tensor, overflow_T: torch.Tensor, points: int) -> torch.Tensor:
-    """int32 `[T]`, the codes of `Tables.take_overflow`, from what `edit_rows` has noted and the rows at the end of the forward; forgets it.
+    """int32 `[T]`, the codes of `Tables.take_overflow`, from what `edit_rows` wrote to `overflow_T` and the rows at the end of the forward.
+
+    Clears `overflow_T`.
 
     Args:
         hidden_TH: `[T, H]`, the last axis dense.
         overflow_T: int32, at least `T`.
-        points: how many there are.
+        points: how many points there are.
     """
     rows, hidden_size = hidden_TH.shape
     codes_T = torch.empty(rows, dtype=torch.int32, device=hidden_TH.device)

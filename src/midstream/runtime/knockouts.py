@@ -1,5 +1,5 @@
-"""Cuts edges of attention (`plan.ops.knockout`): computes the outputs of the heads whose queries lose keys again, and writes them over the
-attention's own. Edits and captures of `attn_q`, `attn_k` and `attn_v` come before it, those of `attn_z` after it.
+"""Cuts edges of attention (`plan.ops.knockout`): where queries lose keys, computes the outputs of heads again, and overwrites the
+attention's own outputs. Edits and captures of `attn_q`, `attn_k` and `attn_v` come before it, those of `attn_z` after it.
 
 On an engine, a request's keys and values are kept here from its first token to its last query, since other steps may have computed them:
 a prompt may be split, and queries may be generated tokens.
@@ -28,7 +28,7 @@ from midstream.sites import Binding
 from midstream.trace.batch_rows import BatchLayout
 from midstream.tree import follow
 
-_MOST_SCORES = 1 << 25  # that are in memory at once
+_MOST_SCORES = 1 << 25  # how many attention scores are in memory at once
 
 
 def attend_again(
@@ -53,7 +53,7 @@ def attend_again(
     Args:
         z_tNE: the outputs as the model has computed them.
         first, first_key, first_head: the positions of the first query and key, and the number of the first head in the whole model.
-        mask: `[heads or 1, t, S]`, as in `AttentionSettings`; None if the settings say all.
+        mask: `[heads or 1, t, S]`, as in `AttentionSettings`; None if `window` is enough.
     """
     at_Q = knockouts.queries(layer, first, first + len(q_tND))
     if not len(at_Q):
@@ -85,7 +85,7 @@ class _CutRequest:
     """A request with knockouts.
 
     Attributes:
-        keys_values: layer -> those of all positions so far, `[positions, K, D]` and `[positions, K, E]`, with room for later ones.
+        keys_values: layer -> keys and values of all positions so far, `[positions, K, D]` and `[positions, K, E]`, and room for more.
         known: how many positions have been computed.
     """
 
@@ -127,7 +127,7 @@ class AttentionCuts:
         }
         self._requests: dict[str, _CutRequest] = {}
         self._needed = Counter[int]()
-        self._undo: dict[int, Callable[[], None]] = {}  # by layer, what takes its hook off
+        self._undo: dict[int, Callable[[], None]] = {}  # layer -> a function that removes its hook
         self._step: list[_Rows] = []
 
     def begin(self, name: str, knockouts: Knockouts) -> None:
@@ -210,7 +210,7 @@ class AttentionCuts:
         v_TKE: torch.Tensor,
         z_TNE: torch.Tensor,
     ) -> None:
-        """Write the outputs of a layer's attention without the edges that plans cut over `z_TNE`."""
+        """Overwrite `z_TNE` where plans cut edges: with the outputs of the layer's attention without these edges."""
         settings, heads = settings_of(module), q_TND.shape[1]
         for request, start, stop, first in self._step:
             if layer not in request.knockouts.layers:

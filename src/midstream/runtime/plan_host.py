@@ -40,10 +40,10 @@ from midstream.sites import NotFinite
 from midstream.trace.batch_rows import BatchLayout
 
 _log = logging.getLogger(__name__)
-# By request: new scores; the ends of those that a probe has ended; and the errors of those whose selector has failed.
+# Three maps by request: new scores, ends by probes, and errors of failed selectors and programs.
 StepResults = tuple[dict[str, list[ScoreChunk]], dict[str, ProbeStop], dict[str, str]]
-# Of the requests of a step that have one row, after the positions with profiles of their own: slots in the table, rows and positions,
-# each `[requests]`.
+# The requests of a step that have one row, at or after their `RequestTable.end`: their slots in the table, rows and positions, each
+# `[requests]`.
 _Generated = tuple[np.ndarray, np.ndarray, np.ndarray]
 # The other planned requests of a step, each with its first row, its first position, and the position after its last one.
 _Others = list[tuple[PlannedRequest, int, int, int]]
@@ -81,7 +81,7 @@ class RepeatedBatch:
         )
 
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
-        """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
+        """Whether `rows` are those of a batch with these requests, in this order, padded to `total` rows."""
         return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
 
 
@@ -93,7 +93,7 @@ class PlanHost:
         facts: about the whole model, for checks that only the engine can do.
         pipeline: which stage has which sites.
         link: to the other stages, if there are any.
-        compiles: whether the forward is compiled or in graphs, so that sites outside of these have to leave it.
+        compiles: whether the forward is compiled or in graphs. Steps with plans at sites that are not built in then run uncompiled.
         dtype: the model's.
         speculative: whether the engine drafts tokens, whose rows may be rejected.
         cuts: carries out knockouts.
@@ -124,8 +124,9 @@ class PlanHost:
         self.planned_steps = self.off_graph_steps = 0
         self.errors: dict[str, str] = {}
         self._laid_out: list[str] = []  # the requests of the running step, in the batch's order
-        # Requests whose programs have failed on this worker -> why. Only the last stage's `errors` end requests. An edit on another stage
-        # has made its rows NaN, by which the last stage ends the request; a capture's client gets the error at the request's end.
+        # Requests whose programs have failed on this worker -> why. Only the last stage's `errors` end requests. A failed edit on
+        # another stage makes its rows NaN, so the last stage ends the request. After a failed capture, the client gets the error at the
+        # request's end.
         self._failed: dict[str, str] = {}
         self._device, self._dtype = device, dtype
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
@@ -133,7 +134,7 @@ class PlanHost:
         self._requests: dict[str, PlannedRequest] = {}
         self._table = RequestTable()
         self._loaded = LoadedPlans(tables, hooks, pipeline, compiles, self._compile)
-        # By the first request, those that may repeat: a pipeline runs several at a time, one for each stage, in turns.
+        # The batches that may repeat, by their first request. A pipeline runs several batches in turns, one for each stage.
         self._batches: dict[str, RepeatedBatch] = {}
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
@@ -142,12 +143,12 @@ class PlanHost:
         self._editing = 0  # requests whose plan has edits
         self._probed = 0  # requests with probes
         self._strangers = 0  # requests with plans from HTTP
-        self._scores: StepScores | None = None  # of the running step, if some stage has any in it
-        self._scoring = set[int]()  # the stages that have
+        self._scores: StepScores | None = None  # of the running step, if any stage has scores in it
+        self._scoring = set[int]()  # the stages that have scores in the running step
         self._score_link = ScoreLink(pipeline.rank, pipeline.size, link)
         self._cutting = False  # whether a request may have knockouts in the step that is being prepared or run
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
-        # The sites in the graphs at which it does, and the programs there.
+        # The sites in the graphs at which plans act in that step, and the programs there.
         self.acting: frozenset[str | InGraph] = frozenset()
 
     # From the worker.
@@ -168,7 +169,7 @@ class PlanHost:
         return self._editing > 0
 
     def forget(self, kept: Set[str]) -> None:
-        """Drop what plans of earlier requests keep of other held constants than those in `kept`, which are digests."""
+        """Drop plans of earlier requests that need held constants whose digests are not in `kept`."""
         self._loaded.forget(kept)
 
     def refusal(self, name: str, broken: NotFinite) -> str | None:
@@ -188,7 +189,7 @@ class PlanHost:
         return list(self._requests)
 
     def repeat(self, scheduler_output: Any) -> bool:
-        """If the coming step repeats an earlier one, a token further, decide as then. Returns whether it does."""
+        """If the coming step repeats an earlier one, a token further, make the same decisions. Returns whether it does."""
         cached = scheduler_output.scheduled_cached_reqs
         batch = self._batches.get(cached.req_ids[0]) if cached.req_ids else None
         if batch is None or not batch.repeats(scheduler_output):
@@ -251,7 +252,7 @@ class PlanHost:
         self.captures.flush()
         off_graph, acting = set[str](), set[str]()
         programs = set[ProgramAt]()
-        acts = dict[LoadedPlan, None]()  # at generated tokens: many requests have one plan
+        acts = dict[LoadedPlan, None]()  # plans of requests at generated tokens: many requests have one plan
         parts = list[Acting]()
         for name, request in self._requests.items():
             count = scheduled.get(name)
@@ -283,7 +284,7 @@ class PlanHost:
         return uncompiled
 
     def _select_keys(self, name: str, knockouts: Knockouts, stop: int) -> None:
-        """Find the keys of the coming step. If a selector fails, the request ends; until then its attention is not cut."""
+        """Find the keys below `stop` that knockouts select. If a selector fails, the request ends; until then its attention is not cut."""
         try:
             knockouts.select(stop)
         except CaptureError as error:
@@ -317,7 +318,7 @@ class PlanHost:
         places = self._places(generated, others, rows.profile_T) if self._capturing else None
         self._scores = self._find_scored(layout, rows.profile_T) if self._probed and self.step_is_planned else None
         self.tables.begin_step(rows, places, self._scores.place(len(rows.profile_T)) if self._scores else None)
-        # Each step's captured rows and scores go elsewhere.
+        # With captures or probes, each step needs new addresses for its rows.
         self._prepared = batch if not (self._capturing or self._probed) else None
 
     def _lay_out(self, total: int, generated: _Generated, others: _Others) -> np.ndarray:
@@ -398,7 +399,7 @@ class PlanHost:
         return step if self._scoring else None
 
     def _begin_page(self, request: PlannedRequest, first_position: int) -> None:
-        """A new page for the rows of generated tokens, all of them from this position on unless selectors choose."""
+        """Begin a page for captured rows of generated tokens. Without selectors it holds the rows of all positions from this one on."""
         number = request.loaded.generated
         profile = self.tables.profiles[number]
         rows = rows_of_page(profile.row_width * self._dtype.itemsize)
@@ -431,8 +432,8 @@ class PlanHost:
             self._send_due()
 
     def take_scores(self) -> Callable[[], StepResults] | None:
-        """What finds the scores of the step that was queued, and the requests that they end; None without any, and on all stages but the
-        last one. Any thread may call it, one step after the other.
+        """A function that finds the queued step's scores and the requests that they end. None without scores, and on all stages but the
+        last. Any thread may call the function, for one step after another.
         """
         step, self._scores = self._scores, None
         read_scores = self._score_link.bring(step, self._scoring) if step is not None else None
@@ -468,7 +469,7 @@ class PlanHost:
             if request.payload.behind:
                 request.take_rows()  # drop them: the trace that would have taken them is over
             elif request.complete or request.size >= DUE_BYTES:
-                # A token ends its request so many steps later at most.
+                # After the token that ends it, a request runs for at most so many steps.
                 confirmed = 0 if request.ends_early else request.captured - (self._pipeline.size + 2)
                 self.captures.send(request.name, request.payload, request.take_rows(), request.complete, confirmed)
         self.captures.flush()
@@ -628,7 +629,7 @@ class PlanHost:
             self.runs.add(recorded_run(request.payload.record, plan, length, layers, planes, widths, size))
 
     def gauges(self) -> dict[str, int]:
-        """What is alive; all but `runs` and `vectors` zero when no planned request is."""
+        """Counts of what is alive. All but `leases` are zero when no planned request is alive."""
         return {
             "plans": len(self._requests),
             "profiles": sum(loaded.profile_count for loaded in {r.loaded for r in self._requests.values()}),

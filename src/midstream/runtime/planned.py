@@ -34,8 +34,8 @@ from midstream.runtime.tables import ProfileSlots, Tables
 from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
-_IDLE = 128  # plans without a request that stay loaded
-_IDLE_BYTES = 64 << 20  # that they may hold, on the device and as plans
+_IDLE = 128  # how many plans without a request stay loaded
+_IDLE_BYTES = 64 << 20  # how many bytes they may hold, on the device and as plans
 _PAGE_BYTES = 256 << 10
 _PAGE_ROWS = 4, 64  # the fewest and the most rows of a page; between them, `_PAGE_BYTES` decides
 _FIRST_SLOTS = 64
@@ -45,9 +45,9 @@ class Acting(NamedTuple):
     """What acts at some positions of a request, the same on all ranks.
 
     Attributes:
-        sites: those in the graphs.
-        off_graph: those outside of the graphs.
-        programs: those in the graphs.
+        sites: sites in the graphs.
+        off_graph: sites outside of the graphs.
+        programs: programs in the graphs.
     """
 
     sites: frozenset[str]
@@ -88,7 +88,11 @@ class LoadedPlan:
     key: Any = None
 
     def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
-        """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
+        """int32, the profiles of the positions `start` to `stop`; one number if all of these come after those in `prompt`.
+
+        Args:
+            length: of the request's prompt, in tokens.
+        """
         length += self.named
         if start >= length:
             return self.generated
@@ -99,7 +103,7 @@ class LoadedPlan:
         return np.concatenate([found, np.full(stop - length, self.generated, np.int32)])
 
     def acting_in(self, start: int, stop: int, length: int) -> list[Acting]:
-        """What acts at the positions `start` to `stop` of a request whose prompt has `length`."""
+        """What acts at the positions `start` to `stop` of a request whose prompt has `length` tokens."""
         length += self.named
         before = length - len(self.prompt)
         first, end = max(start - before, 0), max(min(stop, length) - before, 1)
@@ -113,14 +117,14 @@ class LoadedPlan:
 
     @cached_property
     def chosen(self) -> Selection | None:
-        """The rows of generated positions to capture, as after an empty prompt; None if all are captured or none."""
+        """Which generated positions are captured, counted as after an empty prompt; None if all are captured, or none."""
         asked = {capture.positions for capture in self.plan.captures if capture.selects_generated}
         if not asked or any(isinstance(positions, str) for positions in asked):
             return None
         return Selection(NO_POSITIONS, 0, tuple(asked))
 
     def selects(self, number: int) -> bool:
-        """Whether `chosen` has the generated token of this number. A selector that fails selects it: then the client raises."""
+        """Whether `chosen` has the generated token of this number. True if a selector fails: then the client raises the error."""
         try:
             return bool(self._ahead.below(number + 1)[number])
         except CaptureError:
@@ -138,7 +142,7 @@ class LoadedPlan:
 
     @cached_property
     def uncaptured(self) -> int:
-        """How many of the positions of `prompt` come after the last captured one; more than there are if none is captured."""
+        """How many of the positions of `prompt` come after the last captured one; a huge number if none is captured."""
         captured = np.flatnonzero(np.isin(self.prompt, list(self.capturing)))
         return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else 1 << 62
 
@@ -166,7 +170,7 @@ class LoadedPlans:
     Args:
         hooks: at the sites that plans need, and that are not in the graphs.
         pipeline: which stage has which sites, and which of them are in the graphs.
-        compiles: as of `PlanHost`.
+        compiles: see `PlanHost`.
         compiled: compiles a plan for a prompt length. Raises PlanError.
     """
 
@@ -203,12 +207,12 @@ class LoadedPlans:
         return loaded
 
     def give_back(self, loaded: LoadedPlan) -> None:
-        """One request less."""
+        """Note that one request fewer uses the plan, and unload plans that are not kept."""
         loaded.users -= 1
         if loaded.users:
             return
         self._hooks.release(loaded.hooked)
-        # The memory of a run, and of constants that the worker has dropped, goes when nobody uses it.
+        # A plan that holds memory of a run, or constants that the worker has dropped, is unloaded after its last request.
         if loaded.key is None or loaded.plan.runs or not loaded.held <= self._kept:
             return self._drop(loaded)
         self._idle[loaded.key] = loaded
@@ -255,7 +259,7 @@ class LoadedPlans:
         )
 
     def _acting(self, compiled: CompiledPlan, numbers: Collection[int], items: Collection[Intervention]) -> Acting:
-        """What acts at positions with these profiles. Of programs on other stages the form is not known here."""
+        """What acts at positions with these profiles. The form of a program on another stage is not known here."""
         points = {point for item in items for point in (point_of(item), *item.further)}
         # On any stage: a step runs uncompiled on all of them or on none.
         off_graph = frozenset(site for site, _ in points - self._pipeline.built_in if self._compiles)
@@ -270,8 +274,9 @@ class LoadedPlans:
 
 
 def _shape(plan: Plan, length: int) -> Any:
-    """Equal for prompts of two lengths if the plan does the same at their last positions, and at all earlier ones what it does at the
-    first of these. So one loaded plan is enough for both.
+    """A key that is equal for two prompt lengths if one loaded plan serves both.
+
+    The plan then does the same at the last positions of both prompts, and at all earlier positions the same as at the first of these.
     """
     items = plan.interventions
     if any(item.at_attention or (isinstance(item.place, tuple) and not item.is_of_generated) for item in items):
@@ -281,13 +286,13 @@ def _shape(plan: Plan, length: int) -> Any:
 
 @functools.lru_cache(256)
 def _end_of(positions: Any, length: int) -> bytes:
-    """Which positions a capture selects of a prompt, without those before the last one of the first that it treats alike."""
+    """The mask of a prompt's positions that a capture selects. Of the equal values at its beginning, only the last is kept."""
     mask = Selection.of(positions, length).mask(np.arange(length))
     return mask[_first(mask) :].tobytes()
 
 
 def _first(*each: np.ndarray) -> int:
-    """The last of the positions at which the arrays have the values that they begin with."""
+    """The last position up to which all arrays still have their first values."""
     differ = np.logical_or.reduce([array[1:] != array[:-1] for array in each])
     return int(differ.argmax()) if differ.any() else max(len(each[0]) - 1, 0)
 
@@ -358,7 +363,7 @@ class Sources:
         pipeline, link, runs = self._pipeline, self._link, self._runs
         for (owner, reader), planes in sorted(
             self._crossing.items(), key=itemgetter(0)
-        ):  # a body's numbers have to grow
+        ):  # the numbers of a body's values have to increase
             if owner == pipeline.rank:
                 assert link is not None
                 rows = tuple(_rows(runs, plane, positions) for plane, positions in planes.items())
@@ -435,13 +440,13 @@ class RequestTable:
     Attributes:
         end: `[slots]`, the first position from which on all rows have the same profile.
         profile: `[slots]`, int32, that profile.
-        captures: `[slots]`, bool, whether these rows are captured.
-        selects: `[slots]`, bool, whether selectors choose which of them are.
+        captures: `[slots]`, bool, whether the rows from `end` on are captured.
+        selects: `[slots]`, bool, whether selectors choose which of these rows are captured.
         captured: `[slots]`, positions below this have been captured.
-        address: `[slots]`, where the next of these rows is written.
-        row_bytes: `[slots]`, of such a row.
-        left: `[slots]`, how many rows still fit there.
-        size: `[slots]`, bytes of the rows that are not sent.
+        address: `[slots]`, the address in the request's page where its next captured row is written.
+        row_bytes: `[slots]`, bytes of one captured row.
+        left: `[slots]`, how many rows still fit into the page.
+        size: `[slots]`, bytes of the captured rows that are not sent.
     """
 
     def __init__(self) -> None:
@@ -455,7 +460,7 @@ class RequestTable:
         self._free = list(range(1, _FIRST_SLOTS))[::-1]
 
     def slots_of(self, names: Sequence[str]) -> np.ndarray:
-        """int64 `[requests]`."""
+        """The slots of these requests, int64 `[requests]`."""
         known = self._slots
         return np.array([known.get(name, 0) for name in names], np.int64)
 
@@ -492,10 +497,10 @@ class PlannedRequest:
     """One running request with a plan.
 
     Attributes:
-        name: the engine's id of it.
+        name: the engine's id of the request.
         sources: recorded rows for its patches.
         length: of its prompt.
-        table: has the rest of it.
+        table: holds the rest of the request's state.
         slot: its place in the table.
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.

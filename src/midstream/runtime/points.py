@@ -46,7 +46,7 @@ def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: to
 
 
 def tree_of(arch: Architecture, values: Mapping[Point, torch.Tensor]) -> Any:
-    """What a module takes or returns, as far as its sites need it. `values`: `[rows, width]` of sites that all lie there."""
+    """The part of a module's input or output that holds its sites. `values`: `[rows, width]`, of sites that all lie in it."""
     leaves: dict[Ref, torch.Tensor | None] = {}
     for point, value in values.items():
         binding = arch.bindings[point]
@@ -78,7 +78,7 @@ class PointHooks:
         built_in: the points that the site op serves.
         tables: make the edits.
         dtype: the model's.
-        peers: the tensor-parallel ranks. Plans are about full tensors, so a hook gathers those of which ranks have parts.
+        peers: the tensor-parallel ranks. Plans are about full tensors, so a hook gathers tensors that are split over the ranks.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class PointHooks:
         return [point for point in points if point in self._index and point not in self._built_in]
 
     def need(self, points: Collection[Point]) -> None:
-        """Requests have a plan with ops at `points`, all of which need hooks."""
+        """Add the hooks for a plan with ops at `points`, all of which need hooks."""
         for point in points:
             self._needed[point] += 1
             if (key := self._key(point)) not in self._handles:
                 self._handles[key] = self._hook(key)
 
     def release(self, points: Collection[Point]) -> None:
-        """No request has that plan any more."""
+        """Remove the hooks that no plan needs, once no request has the plan with ops at `points`."""
         self._needed.subtract(points)
         self._needed = +self._needed  # those above 0
         for key in self._handles.keys() - set(map(self._key, self._needed)):
@@ -163,7 +163,7 @@ class PointHooks:
         return hooks.after(module, edited, first=True)
 
     def _edited(self, index: int, binding: Binding, tree: Any) -> Any:
-        """`tree` with the plans' edits. The engine's own tensors are left alone unless a write has to land in them."""
+        """`tree` with the plans' edits. The engine's own tensors are changed only if the site is edited in place."""
         hidden = follow(tree, binding.hidden)
         residual = follow(tree, binding.residual) if binding.residual is not None else None
         # Some routers compute float32 logits in a model of bfloat16; captured rows and the edits of a plan are in the model's dtype.
@@ -201,7 +201,7 @@ class PointHooks:
 
 
 def _written(tree: Any, binding: Binding, ref: Ref, value: torch.Tensor) -> Any:
-    """`tree` with this leaf of a site: a new tensor, or the engine's own if a write has to change that."""
+    """`tree` with a new value for this leaf of a site. If the site is edited in place, the value is copied into the engine's tensor."""
     if not binding.in_place:
         return replaced(tree, ref, value)
     follow(tree, ref).copy_(value)
@@ -243,7 +243,7 @@ class Pipeline:
 
     @property
     def first_layers(self) -> list[int]:
-        """Of each stage that has layers."""
+        """The first layer of each stage that has layers."""
         return sorted(min(layer for _, layer in widths) for widths in self.each if widths)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Runs the programs of a step's plans at a site. Programs of one form run together, for the rows of all their requests.
 
 Programs of edits run after the other edits. Programs of captures compute the captured results from the value before or after all edits. A
-program may have values of earlier sites as further inputs; the step has kept these before: see `Kept` and `GraphValues`.
+program may have values of earlier sites as further inputs; the step keeps these values for it: see `Kept` and `GraphValues`.
 
 Outside of CUDA graphs, the rows of programs with one form are gathered first. A graph is replayed with other rows than it was recorded
 with. So in a graph, the programs of a form run on all rows. Each row finds its own program by the number of its profile, and rows without
@@ -28,7 +28,7 @@ from midstream.plan.program import Program
 from midstream.plan.running import ProgramBank
 from midstream.sites import Point
 
-MOST_PROFILES = 1 << 14  # a profile with programs has a lower number: graphs hold on to an array with an entry for each
+MOST_PROFILES = 1 << 14  # a profile with programs has a lower number: graphs read arrays with an entry for each
 _FIRST_PLACES = 4
 _REMEMBERED = 4096  # forms whose number of places is remembered
 
@@ -38,9 +38,9 @@ class ProgramAt(NamedTuple):
 
     Attributes:
         what: "edit"; or "capture" or "probe", with "before" or "after".
-        turn: of edits, how many run on the row there before; of the others, how many of the same form have `what`.
+        turn: for an edit, how many program edits run before it at the point; else how many programs with its form and `what` do.
         form: `Form.key`.
-        inputs: where the values of its further inputs are kept.
+        inputs: the points whose values are the programs' further inputs.
     """
 
     point: Point
@@ -55,9 +55,9 @@ class ProgramGroup(NamedTuple):
 
     Attributes:
         rows: int64 `[R]`, on the device.
-        which: int64 `[R]`, there, the place of each row's program in `bank`; None if all have the same.
-        offsets: int64 `[R]`, there, as of `Slot`; None for edits.
-        inputs: the further inputs, each with the places of the rows among those that are kept; None if these are the same rows.
+        which: int64 `[R]`, on the device, the place of each row's program in `bank`; None if all rows have the same program.
+        offsets: int64 `[R]`, on the device, where each row's result lies in its captured row (see `Slot`); None for edits.
+        inputs: the further inputs, each with the places of the group's rows among the kept rows; None if both are the same rows.
     """
 
     rows: torch.Tensor
@@ -67,7 +67,7 @@ class ProgramGroup(NamedTuple):
     inputs: Sequence[tuple[Kept, torch.Tensor | None]] = ()
 
     def run(self, x_RH: torch.Tensor, some: torch.Tensor | None = None) -> torch.Tensor:
-        """The results of its programs for the rows' values. `some`: the places of a few of the rows, to run on these alone."""
+        """The results of the programs for the rows' values. `some`: run only on the rows at these places in `rows`."""
         which, inputs = self.which, [kept.of(places) for kept, places in self.inputs]
         if some is not None:
             x_RH, which = x_RH[some], which[some] if which is not None else None
@@ -77,11 +77,11 @@ class ProgramGroup(NamedTuple):
 
 @dataclass(eq=False)
 class Kept:
-    """A value of the step that programs need later in it.
+    """The value at a point that programs need later in the step.
 
     Attributes:
-        rows: int64 `[R]`, on the device: the rows of which it is needed.
-        value: `[R, width]`; None as long as the step has not come to it.
+        rows: int64 `[R]`, on the device: the rows whose value is needed.
+        value: `[R, width]`; None until the step reaches the point.
     """
 
     point: Point
@@ -89,7 +89,7 @@ class Kept:
     value: torch.Tensor | None = None
 
     def of(self, places: torch.Tensor | None) -> torch.Tensor:
-        """The value of some of its rows, by their places among these."""
+        """The value of the rows at these places in `rows`; of all rows if `places` is None."""
         assert self.value is not None, "a program runs before its inputs are known"
         return self.value if places is None else self.value[places]
 
@@ -98,8 +98,8 @@ class StepPrograms(NamedTuple):
     """The programs of a step.
 
     Attributes:
-        groups: (index of a point, `ProgramAt.what`) -> in the order in which they run.
-        kept: index of a point -> what is kept there.
+        groups: (index of a point, `ProgramAt.what`) -> the groups, in the order in which they run.
+        kept: index of a point -> the value that is kept there.
     """
 
     groups: dict[tuple[int, str], list[ProgramGroup]]
@@ -111,8 +111,8 @@ class Slot:
     """Programs of one form at one place of the forward.
 
     Attributes:
-        place: int32 `[2, MOST_PROFILES + 1]` on the device: by a profile's number the place of its program in the bank, and where a
-            capture's result lies in its captured row, in elements. -1 where it has none; the last entry is for all higher numbers.
+        place: int32 `[2, MOST_PROFILES + 1]` on the device: for each profile number, the place of its program in the bank, and the
+            offset of the program's result in the captured row, in elements. -1 for none; the last entry stands for all higher numbers.
         on_host: the same on the host, int64; `HeldPrograms.flush` copies it.
     """
 
@@ -126,7 +126,7 @@ class _Form:
 
     Attributes:
         bank: holds them all.
-        places: program -> its place there, and how many profiles have it.
+        places: program -> its place in the bank, and how many profiles have it.
     """
 
     bank: ProgramBank
@@ -134,13 +134,13 @@ class _Form:
 
 
 def all_programs(compiled: CompiledPlan) -> set[Program]:
-    """Those of a plan."""
+    """The programs of a plan."""
     each = (op for profile in compiled.profiles for ops in profile.ops.values() for op in ops)
     return {op.program for op in each if op.program is not None}
 
 
 def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
-    """The ops without a program, before the first edit by a program and behind the last one; all, and none, if there is no such edit."""
+    """The ops without a program before the first edit by a program, and those after the last one. Without such an edit: all, and none."""
     places = [i for i, op in enumerate(ops) if op.program is not None and op.is_edit]
     parts = (ops[: places[0]], ops[places[-1] + 1 :]) if places else (ops, ())
     before, behind = ([op for op in part if op.program is None] for part in parts)
@@ -148,7 +148,7 @@ def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
 
 
 def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program, int]]:
-    """The programs of a profile, with where they run, and where the results of a capture or a probe lie in its row; -1 for an edit."""
+    """Each program of a profile, where it runs, and the offset of a capture's or probe's result in its row; -1 for an edit."""
     for point, ops in profile.ops.items():
         for turn, op in enumerate(with_programs(ops)):
             assert op.program is not None
@@ -162,7 +162,7 @@ def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program, int]]:
 
 
 def value_of(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
-    """The value of one stream, or of two, whose sum it is; in the dtype of the first."""
+    """The value: one stream, or the sum of two, in the dtype of the first."""
     return first if second is None else (first + second).to(first.dtype)
 
 
@@ -177,11 +177,11 @@ class HeldPrograms:
         self._device, self._upload = device, upload
         self._forms: dict[str, _Form] = {}
         self._slots: dict[ProgramAt, Slot] = {}
-        # Those whose entries on the device are old; a graph may still have one that no plan has.
+        # Slots whose entries on the device are old. A graph may still read a slot that no plan has.
         self._stale = set[Slot]()
         self._profiles: dict[int, list[tuple[ProgramAt, Program, int]]] = {}
         self._capacities: OrderedDict[str, int] = OrderedDict()
-        # What a graph still reads is used again.
+        # Banks, slots and values that a graph still reads are used again.
         self._known_banks: WeakValueDictionary[tuple[str, int], ProgramBank] = WeakValueDictionary()
         self._known_slots: WeakValueDictionary[ProgramAt, Slot] = WeakValueDictionary()
         self._in_graphs: WeakValueDictionary[tuple[Point, int], torch.Tensor] = WeakValueDictionary()
@@ -199,7 +199,7 @@ class HeldPrograms:
             self._profiles.setdefault(number, []).append((at, program, offset))
 
     def release(self, number: int) -> None:
-        """Forget those of a profile, if it has any."""
+        """Forget the programs of a profile, if it has any."""
         for at, program, _ in self._profiles.pop(number, ()):
             slot, form = self._slots[at], self._forms[at.form]
             slot.on_host[:, number] = -1
@@ -242,7 +242,7 @@ class HeldPrograms:
         return form.places[program][0]
 
     def _bank(self, program: Program, capacity: int) -> ProgramBank:
-        """A form's bank with so many places. The form has no smaller one again, so that graphs with this one stay of use."""
+        """A form's bank with so many places. Later banks of the form are never smaller, so graphs with this bank can be used again."""
         key = program.form.key
         self._capacities[key] = capacity
         self._capacities.move_to_end(key)
@@ -274,7 +274,7 @@ class HeldPrograms:
             for at, program, _ in self._profiles[number]:
                 if at.point in index:
                     members.setdefault(at, set()).add(program)
-        uploaded: dict[bytes, torch.Tensor] = {}  # the points of a plan often have the same
+        uploaded: dict[bytes, torch.Tensor] = {}  # the points of a plan often have the same rows
 
         def upload(rows: np.ndarray) -> torch.Tensor:
             key = rows.tobytes()
@@ -310,11 +310,11 @@ class HeldPrograms:
         return StepPrograms(found, {index[point]: each for point, each in kept.items()})
 
     def from_graph(self, kept: Kept, rows: int) -> torch.Tensor:
-        """What a graph of so many rows has kept of a value in this step, in place of code that runs outside of graphs."""
+        """The value for code outside of graphs that a replayed graph of so many rows has kept in this step."""
         return self._in_graphs[kept.point, rows][kept.rows]
 
     def keep_for_graphs(self, point: Point, first_TH: torch.Tensor, second_TH: torch.Tensor | None) -> None:
-        """Have graphs with as many rows find a value, of one stream or two, that was computed outside of graphs."""
+        """Copy a value that was computed outside of graphs to where graphs with as many rows read it."""
         there = self._in_graphs.get((point, len(first_TH)))
         if there is not None:
             there.copy_(value_of(first_TH, second_TH))
@@ -322,24 +322,24 @@ class HeldPrograms:
     # In graphs.
 
     def recordable(self, at: ProgramAt) -> InGraph:
-        """What a graph that has the programs at `at` is known by, while the plans are loaded that are loaded now."""
+        """The entry for the programs at `at` in the keys of graphs, while the present plans are loaded."""
         form = self._forms.get(at.form)
         return InGraph(at, form.bank.capacity if form is not None else 0)
 
     def recorded(self, at: ProgramAt, kept: GraphValues) -> RecordedPrograms:
-        """What such a graph has there. `kept`: of the same graph."""
+        """The programs that a graph records at `at`. `kept`: the values that the same graph keeps."""
         return RecordedPrograms(self._forms[at.form].bank, self._slots[at], at.inputs, kept)
 
     def graph_values(self, points: Iterable[Point]) -> GraphValues:
-        """For a graph that keeps these values."""
+        """Kept values for a new graph that keeps the values at these points."""
         return GraphValues(frozenset(points), self._in_graphs)
 
 
 class InGraph(NamedTuple):
-    """Programs that act in a step, as the graphs tell them apart.
+    """Programs that act in a step, as an entry in the keys of graphs.
 
     Attributes:
-        capacity: for how many different ones of the form there is room; 0 if another pipeline stage has them.
+        capacity: how many different programs the form's bank has room for; 0 if the programs are on another pipeline stage.
     """
 
     at: ProgramAt
@@ -347,11 +347,11 @@ class InGraph(NamedTuple):
 
 
 class GraphValues:
-    """The values that a graph keeps for its programs, of all rows, at addresses that stay as long as it is held.
+    """The values that a graph keeps for its programs, for all rows. Their addresses do not change while the graph is held.
 
     Args:
-        points: where they are kept.
-        shared: finds those of other graphs with as many rows, which have the same.
+        points: the points whose values are kept.
+        shared: (point, rows) -> the memory that all graphs with as many rows share.
     """
 
     def __init__(self, points: frozenset[Point], shared: MutableMapping[tuple[Point, int], torch.Tensor]) -> None:
@@ -359,12 +359,12 @@ class GraphValues:
         self._mine: dict[tuple[Point, int], torch.Tensor] = {}
 
     def put(self, point: Point, first_TH: torch.Tensor, second_TH: torch.Tensor | None) -> None:
-        """Keep the value at a point, of one stream or two, if it is among these."""
+        """Keep the value at a point, of one stream or two, if the point is among `points`."""
         if point in self.points:
             self.make_room(point, first_TH).copy_(value_of(first_TH, second_TH))
 
     def make_room(self, point: Point, like_TH: torch.Tensor) -> torch.Tensor:
-        """Where such a value at a point is kept."""
+        """The memory for the value at a point, for as many rows as `like_TH` has."""
         key = point, len(like_TH)
         if key not in self._mine:
             there = self._shared.get(key)
@@ -374,12 +374,12 @@ class GraphValues:
         return self._mine[key]
 
     def of(self, point: Point, rows: int) -> torch.Tensor:
-        """A value of all of so many rows, which has been kept."""
+        """The kept value at a point, for all of so many rows."""
         return self._mine[point, rows]
 
 
 class RecordedPrograms(NamedTuple):
-    """Programs of a form as a graph has them: for any rows. A graph reads their memory as long as it is held."""
+    """The programs of one form in a graph, for any rows. The graph reads their memory as long as it is held."""
 
     bank: ProgramBank
     slot: Slot
@@ -387,7 +387,7 @@ class RecordedPrograms(NamedTuple):
     kept: GraphValues
 
     def warm_up(self, hidden_TH: torch.Tensor) -> None:
-        """Run them once on as many rows, which is not recorded: what CUDA loads at its first use is there then."""
+        """Run the programs once on as many rows, unrecorded, so that CUDA loads now what it loads at first use."""
         self._run(torch.zeros_like(hidden_TH), torch.zeros(len(hidden_TH), dtype=torch.int32, device=hidden_TH.device))
 
     def _run(self, x_TH: torch.Tensor, which_T: torch.Tensor) -> torch.Tensor:
@@ -400,7 +400,7 @@ class RecordedPrograms(NamedTuple):
         second_TH: torch.Tensor | None,
         note: Callable[[slice, torch.Tensor], None],
     ) -> None:
-        """As `run_groups`, for all rows. `number_T`: of their profiles, at most `MOST_PROFILES`."""
+        """As `run_groups`, for all rows. `number_T`: the numbers of their profiles, at most `MOST_PROFILES`."""
         place_T = self.slot.place[0].index_select(0, number_T)
         absent_T1 = (place_T < 0)[:, None]
         old = value_of(first_TH, second_TH)
@@ -412,7 +412,7 @@ class RecordedPrograms(NamedTuple):
             second_TH.masked_fill_(changed, 0)
 
     def read(self, number_T: torch.Tensor, value_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What captures keep of all rows, packed; and where in the captured rows, -1 for rows of which nothing is kept."""
+        """The packed results of captures or probes for all rows, and their offsets in the captured rows; -1 for rows without a program."""
         place_T, offset_T = self.slot.place.index_select(1, number_T)
         return self.bank.run(value_TH, place_T.clamp(min=0)), offset_T
 
@@ -454,7 +454,7 @@ def run_groups(
     run: Callable[[ProgramGroup, torch.Tensor], torch.Tensor],
     note: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Replace the rows' values in place. Elements that come out as they were are bit-identical in both streams.
+    """Replace the rows' values in place. Unchanged elements keep their bits in both streams.
 
     Args:
         second_TH: the second stream, if the value is a sum of two.

@@ -30,7 +30,7 @@ from midstream.plan.values import Edit, Named, Plan, Vector
 from midstream.settings import NAME
 from midstream.trace.shipping import ShippedCode
 
-# Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
+# Below this many bytes in all, each request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
 _RESERVED = {
     "trace",
@@ -41,7 +41,7 @@ _RESERVED = {
     "checked",
     "behind",
     "shares",
-}  # what an Envelope has beside the plan
+}  # the keys that an Envelope may have besides the plan
 _SUFFIX = re.compile("-[0-9a-f]{8}$")
 
 
@@ -67,7 +67,7 @@ def _carried(sampling_params: Any) -> Any:
 
 
 def plan_bytes(plan: Plan) -> int:
-    """About what a plan takes in memory."""
+    """About how many bytes a plan takes in memory."""
     total = 0
     for item in plan.interventions:
         listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
@@ -131,7 +131,7 @@ def given_plan(given: Any) -> tuple[Plan, bool]:
 
 
 def _is_python(given: Any) -> bool:
-    """Whether it consists of plans and interventions, which nothing but Python makes."""
+    """Whether it consists of plans and interventions, which only Python code can make."""
     made = (Plan, Edit, Reading)
     if isinstance(given, (list, tuple)):
         return bool(given) and all(isinstance(item, made) for item in given)
@@ -147,10 +147,10 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
         num_layers: of the model, if the client knows it.
         capture: `(id, index)` of the mailbox where the client waits for captured rows. None if the rows stay in the engine, or if
             nothing is captured.
-        record: `(id, name, owner)` of the run that the workers keep its captured rows as.
+        record: `(id, name, owner)` of the recorded run that its captured rows become in the workers; None if they become none.
         checked: the client knows the model and has checked the plan.
         behind: its captured rows are for the request's trace, which runs when the step is over.
-        shares: it is a stranger's, and takes no more of a step than leaves room for others: see `engine.shares`.
+        shares: its plan comes from HTTP, so the scheduler limits its time in each step: see `engine.shares`.
     """
 
     wire: bytes
@@ -211,12 +211,12 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
 
 
 def share(sampling_params: Any, wire: bytes, scheduled: bytes) -> None:
-    """Have a request carry these objects, which are equal to its own: an object that many requests share is pickled for workers once."""
+    """Replace parts of a request by these equal objects: an object that many requests share is pickled for the workers only once."""
     sampling_params.extra_args[NAME].update(plan=wire, scheduled=scheduled)
 
 
 def has_open_names(plan: Plan) -> bool:
-    """Whether it names vectors without their digests."""
+    """Whether the plan names vectors without their digests."""
     return any(isinstance(value, Named) and value.digest is None for value in plan.values())
 
 
@@ -227,8 +227,8 @@ class Tier(StrEnum):
     """Where the code of a trace runs.
 
     Attributes:
-        PLAN: nowhere: a plan does all of it.
-        CLIENT: nowhere: a plan makes its writes and captures what it keeps, which the caller's process puts together.
+        PLAN: nowhere: a plan does all its work.
+        CLIENT: nowhere in the engine: a plan makes its writes and captures its values, and the caller's process puts the result together.
         BEHIND: in the engine, when a step is over, on captured rows; a plan makes its writes.
         FORWARD: in the forward.
     """
@@ -248,11 +248,11 @@ class TraceRequest:
         index: which of the trace's lists of programs is this request's.
         size: how many requests the trace has, each sample of `n > 1` counted.
         bodies: how many of its programs are this request's: standing edits, then its own.
-        together: whether all of them must be in the same steps.
+        together: whether all requests of the trace must be in the same steps.
         programs: the pickled programs; None if another request of the trace carries them.
         stream: whether the worker sends after each step what has been saved so far.
         tier: where its bodies run.
-        keeps_to_graphs: whether they are known to use only sites in the compiled forward.
+        keeps_to_graphs: whether its bodies are known to use only sites in the compiled forward.
     """
 
     trace: str
@@ -299,7 +299,7 @@ def requests_of(code: ShippedCode, samples: list[int], together: bool, stream: b
 
 @dataclass
 class StepEnds:
-    """The requests that end with a step, and the traces. A worker sends it to the scheduler with the step's output.
+    """The requests and traces that end with a step. A worker sends it to the scheduler with the step's output.
 
     Attributes:
         stops: requests whose trace stopped them; the token of this step is their last.

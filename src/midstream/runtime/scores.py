@@ -45,7 +45,7 @@ class ProbeScores(NamedTuple):
         return positions, np.frombuffer(self.scores, np.float32).reshape(len(positions), -1)
 
     def among(self, mask: Callable[[np.ndarray], np.ndarray]) -> ProbeScores:
-        """Those at the positions that `mask` selects."""
+        """The scores at the positions that `mask` selects."""
         positions, scores_RC = self.arrays()
         keep = mask(positions)
         return ProbeScores.of(positions[keep], scores_RC[keep])
@@ -61,7 +61,7 @@ class RequestScores:
     """The probes of one request, and what they have found so far.
 
     Attributes:
-        scored: positions below this have had places for their scores.
+        scored: positions below this have been given places for their scores.
         stages: the pipeline stages that compute scores.
         end: the position of the token at which a probe has ended the request; None if none has.
     """
@@ -83,7 +83,7 @@ class RequestScores:
         Returns:
             the scores up to the token that ends the request, or all; and the end, if a probe ends the request.
         """
-        if self.end is not None:  # the step was under way
+        if self.end is not None:  # the step was queued before a probe ended the request
             return [], None
         for name, selection in self._chosen.items():
             if name in found:
@@ -132,7 +132,7 @@ class ScoreGroup:
                 yield request, name, ProbeScores(positions[8 * first : 8 * stop], of_run, firsts[first:stop])
 
 
-# What one pipeline stage has of a step: its memory, what lies in it, and `StepScores.errors`. The link between stages can send it.
+# One pipeline stage's scores of a step: their memory, the groups in it, and `StepScores.errors`. The link between stages can send it.
 StageScores = tuple[torch.Tensor, list[ScoreGroup], dict[str, str]]
 
 
@@ -167,7 +167,7 @@ class StepScores:
         return bool(self._groups)
 
     def place(self, count: int) -> np.ndarray:
-        """int64 `[count]`, the address of each row's scores, once all rows are added; 0 for rows without."""
+        """Allocate memory once all rows are added. Returns int64 `[count]`, the address of each row's scores; 0 for a row without."""
         size = 0
         for group in self._groups.values():
             group.first, size = size, size + len(group.rows) * group.width
@@ -225,11 +225,11 @@ class ScoreLink:
     def bring(
         self, step: StepScores, stages: Collection[int]
     ) -> Callable[[], dict[str, dict[str, ProbeScores]]] | None:
-        """The forward of a step is queued. Returns what finds the scores of all stages, on the last one; None on the others.
+        """Bring the scores of a step whose forward is queued. On the last stage, returns a function that finds the scores of all stages.
 
         Args:
-            step: of this stage.
-            stages: those that have scores in the step.
+            step: this stage's scores.
+            stages: the stages that have scores in the step.
         """
         if self._link is None:
             step.copy()

@@ -49,7 +49,7 @@ class Reports:
 
     Args:
         stage: pipeline stage of this worker.
-        sends: whether this worker reports. Of the tensor-parallel ranks of a stage, which all have the same, only one does.
+        sends: whether this worker reports. All tensor-parallel ranks of a stage have the same results, and one of them reports.
 
     Attributes:
         sender: the channel to the client, once it has connected.
@@ -137,7 +137,7 @@ class CaptureSender:
 
     Args:
         reports: to the client. The consumers of this worker get rows only if it sends.
-        local: makes what feeds consumers in this process, when the first request needs it.
+        local: makes the `LocalSinks` when the first request needs it.
     """
 
     def __init__(self, reports: Reports, local: Callable[[], LocalSinks]) -> None:
@@ -207,7 +207,7 @@ class CaptureSender:
         return {"capture_failures": self.local.failures, "consumer_bytes": waiting, "consumer_blocked_ms": blocked}
 
     def _local_of(self, name: str) -> LocalSinks | None:
-        """What takes a request's rows in this process, if they stay here."""
+        """The `LocalSinks`, if they take this request's rows."""
         return self.local if self.local is not None and name in self.local.names else None
 
 
@@ -227,7 +227,7 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[ResultHeader, Any]]:
 
 
 def _joined(pieces: Sequence[Rows]) -> list[Rows]:
-    """The same rows; if there are many pieces, those with the same planes that come one after another in one."""
+    """The same rows. If there are many pieces, consecutive pieces with the same planes are joined."""
     if len(pieces) <= _FEW_PIECES:
         return list(pieces)
     runs = [list(run) for _, run in groupby(pieces, key=lambda rows: id(rows.planes))]

@@ -24,7 +24,7 @@ class VectorStore:
         self._vectors: dict[str, tuple[torch.Tensor, np.ndarray, str]] = {}
 
     def set(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
-        """name -> (little-endian float32, digest)."""
+        """Keep vectors: name -> (little-endian float32, digest)."""
         for name, (data, digest) in vectors.items():
             host = np.frombuffer(data, "<f4").copy()
             self._vectors[name] = (torch.from_numpy(host).to(self._device), host, digest)
@@ -39,11 +39,11 @@ class VectorStore:
         return {name: (len(host), digest) for name, (_, host, digest) in self._vectors.items()}
 
     def get(self, named: Named) -> torch.Tensor:
-        """On the device. Raises PlanError if there is no vector of that name, or not the one that the plan was made with."""
+        """The vector on the device. Raises PlanError if none has that name, or if it is not the one that the plan was made with."""
         return self._known(named)[0]
 
     def on_host(self, named: Named) -> np.ndarray:
-        """On the host. Raises as `get` does."""
+        """The vector on the host. Raises PlanError as `get` does."""
         return self._known(named)[1]
 
     def _known(self, named: Named) -> tuple[torch.Tensor, np.ndarray]:
@@ -96,8 +96,8 @@ class Run:
 
 
 class RunStore:
-    """Recorded runs within a byte budget for each stage. Whoever holds the most loses the least recently used run first. A leased one is
-    never evicted.
+    """Recorded runs within a byte budget for each stage. To make room, the owner with the most bytes loses its least recently used
+    run first. Leased runs are never evicted.
 
     All ranks get the same calls in the same order and decide by all stages' sizes, so all of them hold the same runs.
     """
@@ -128,7 +128,7 @@ class RunStore:
         while any(sum(both) > self.budget for both in zip(run.sizes, _together(self._runs.values(), run), strict=True)):
             owner = max(
                 filter(free.get, free), key=lambda each: (bool(each), held[each])
-            )  # those of sweeps are nobody's
+            )  # the runs of sweeps have no owner, and go last
             gone = self._runs.pop(free[owner].pop(0).id)
             held[owner] -= sum(gone.sizes)
         self._runs[run.id] = run
@@ -206,7 +206,7 @@ def recorded_run(
     stage_widths: Sequence[Mapping[Point, int]],
     element_size: int,
 ) -> Run:
-    """The run that a plan's captures recorded, of a prompt that was computed to its end. All of them have the same positions.
+    """The run that a plan's captures recorded, of a prompt that was computed to its end. All captures have the same positions.
 
     Args:
         identity: its id, name and owner.

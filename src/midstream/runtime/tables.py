@@ -54,9 +54,9 @@ class ProfileSlots:
 
     Attributes:
         ids: the numbers of its profiles in the tables; 0 for the empty one.
-        profile_bytes: what each of these takes in the tables.
+        profile_bytes: how many bytes each of these takes in the tables.
         kept: the device memory that its ops point to.
-        behind: profile -> the number of one that captures what programs have made of the rows.
+        behind: profile -> the number of a profile that captures the rows after programs have edited them.
     """
 
     compiled: CompiledPlan
@@ -71,9 +71,9 @@ class RowProfiles:
     """The profile of each row of a batch.
 
     Attributes:
-        profile_T: int32 `[T]`, padding included; nobody writes to it afterwards.
+        profile_T: int32 `[T]`, padding included; it never changes.
         again: whether the batch may come again.
-        prepared: what the tables keep for the next time.
+        prepared: what the tables keep for the next step with this batch.
         programs: as `HeldPrograms.of_step` returns them; None if not known yet.
     """
 
@@ -92,7 +92,7 @@ class Tables:
     Attributes:
         first_rows: the first row of each request of the step, in the batch's order. If it is known, an exception in a program ends only the
             requests whose own rows raise it. If it is None, the exception leaves the forward.
-        failures: number of a request in the batch -> why its programs failed in this step. An edit has made its rows NaN.
+        failures: number of a request in the batch -> why its programs failed in this step. A failed edit makes the request's rows NaN.
     """
 
     def __init__(self, points: Sequence[Point], device: torch.device) -> None:
@@ -115,7 +115,7 @@ class Tables:
         slots = ProfileSlots(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
         slots.kept += constants
         self.profiles.update({n: profile for n, profile in zip(numbers, compiled.profiles, strict=True) if n})
-        self._rows = None  # the numbers of the last step may mean others now
+        self._rows = None  # the last step's numbers may stand for other profiles now
         try:
             self._place(slots)
         except Exception as error:
@@ -126,7 +126,7 @@ class Tables:
         return slots
 
     def _take(self, count: int) -> list[int]:
-        """Free numbers for so many profiles."""
+        """Take free numbers for `count` profiles."""
         while len(self._free) < count:
             self._free += range(2 * self._size - 1, self._size - 1, -1)
             self._size *= 2
@@ -158,7 +158,7 @@ class Tables:
         failed_RW: Callable[[int], torch.Tensor],
         rows: Callable[[], np.ndarray],
     ) -> torch.Tensor:
-        """`run_apart` for programs at a point. `rows`: their numbers in the batch."""
+        """`run_apart` for programs at a point. `rows`: returns the numbers of their rows in the batch."""
         first_rows = self.first_rows
         if first_rows is None:
             return run(None)
@@ -171,7 +171,7 @@ class Tables:
         return run_apart(run, failed_RW, lambda: np.searchsorted(first_rows, rows(), "right") - 1, note)
 
     def begin_step(self, rows: RowProfiles, places: np.ndarray | None, score_places: np.ndarray | None = None) -> None:
-        """The coming forward's rows.
+        """Set the coming forward's rows.
 
         Args:
             places: int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not kept. None if no row is.
@@ -182,7 +182,7 @@ class Tables:
             self._set_rows(rows)
 
     def _set_rows(self, rows: RowProfiles) -> None:
-        """The rows differ from those of the step before."""
+        """Take the rows of a step, which differ from those of the last step."""
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -196,7 +196,7 @@ class Tables:
         raise NotImplementedError
 
     def recordable(self, programs: Collection[ProgramAt]) -> Iterable[InGraph]:
-        """What CUDA graphs that have these programs are known by; none where there are no graphs."""
+        """The entries for these programs in the keys of CUDA graphs; none if there are no graphs."""
         return ()
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
@@ -206,13 +206,13 @@ class Tables:
             hidden_TH: `[T, H]`, the rows at the end of the forward.
 
         Returns:
-            int32 `[T]` on the host: 0 for a finite row, `1 + i` for a row that `points[i]` made infinite or NaN, -1 for one that became so
-            elsewhere; and a function that waits for these codes.
+            int32 `[T]` on the host: 0 for a finite row, `1 + i` for a row that `points[i]` made infinite or NaN, -1 for a row that became
+            infinite or NaN elsewhere; and a function that waits for these codes.
         """
         raise NotImplementedError
 
     def warm_up(self, hidden_size: int, dual: bool, dtype: torch.dtype) -> None:
-        """Have ready what compiles at its first use, for rows of this size, in two streams if `dual`."""
+        """Compile in advance what would compile at its first use, for rows of this size, in two streams if `dual`."""
 
     def _grow(self) -> None:
         self.growths += 1
@@ -233,12 +233,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def streams(hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both as `flat` returns them."""
+    """Both streams, as `flat` returns them."""
     return flat(hidden), flat(residual) if residual is not None else None
 
 
 def value_at(first: torch.Tensor, second: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
-    """The value of some rows of one stream or two, in the dtype of the first one."""
+    """The value of some rows: one stream, or the sum of two, in the dtype of the first."""
     return value_of(first[rows], second[rows] if second is not None else None)
 
 
@@ -249,10 +249,10 @@ def not_finite_at(point: Point, value_RH: torch.Tensor) -> torch.Tensor:
 
 
 class Staging:
-    """Pinned memory from which copies to the device start, used in turns: to pin anew for each of them costs a millisecond.
+    """Pinned memory for copies to the device. Its two halves are used in turns, because pinning new memory costs a millisecond a copy.
 
     Args:
-        size: bytes of each of its two halves. A half is written again when the copies from it are done.
+        size: bytes of each half. A half is written again when the copies from it are done.
     """
 
     def __init__(self, size: int = 1 << 20) -> None:
@@ -261,7 +261,7 @@ class Staging:
         self._used = 0
 
     def place(self, values: np.ndarray) -> torch.Tensor:
-        """`values` in pinned memory, flat, to be copied on the current stream before the next call."""
+        """Put `values` into pinned memory, flat. The caller queues their copy on the current stream before the next call."""
         given = torch.from_numpy(values).view(-1)
         if values.nbytes > self._size:
             return given.pin_memory()  # PyTorch hands it out again only when the copy from it is done
@@ -281,10 +281,10 @@ class Staging:
 
 
 class DeviceTables(Tables):
-    """For the Triton kernel.
+    """The tables for the Triton kernel.
 
     The kernel reads profiles, address, table and each row's first vector without waiting for the kernel before it. So only copies on the
-    forward's stream may write them: no kernel overtakes those.
+    forward's stream may write them: no kernel starts before such a copy has ended.
 
     Args:
         rows: the most rows that a batch has.
@@ -295,7 +295,7 @@ class DeviceTables(Tables):
         super().__init__(points, device)
         self._early_launch = early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._number_T = torch.zeros_like(self._profile_T)  # the same, at most MOST_PROFILES, for programs
+        self._number_T = torch.zeros_like(self._profile_T)  # the same numbers, capped at MOST_PROFILES, for programs
         # The addresses of each row's captured row, and of its row of scores.
         self._addresses = {kind: torch.zeros(rows, dtype=torch.int64, device=device) for kind in READINGS}
         self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -304,7 +304,7 @@ class DeviceTables(Tables):
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
-        # By a profile's number, that of a profile with its captures behind programs; 0 for none.
+        # Maps a profile to the one whose captures run after programs; 0: none.
         self._behind_host = np.zeros(MOST_PROFILES + 1, np.int32)
         self._behind = torch.zeros(MOST_PROFILES + 1, dtype=torch.int32, device=device)
         self._behind_is_stale = False
@@ -362,7 +362,7 @@ class DeviceTables(Tables):
                     if point in self.index and part:
                         entries.append((place, self.index[point], len(words), len(part)))
                         words += [self._words(op, bank) for op in part]
-        # Also without words: on the device the numbers may still have another plan's.
+        # Needed even without words: on the device, these numbers may still have another plan's entries.
         self._stale = _span([*_numbers(slots), *self._stale[:1], *self._stale[-1:]])
         if not words:
             return
@@ -382,7 +382,7 @@ class DeviceTables(Tables):
         return struct.pack("<qqqqffff", vector, mask, kernel_codes()[op.kind], op.offset, op.a, op.b, op.c, 0.0)
 
     def _bank(self, bank: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> list[int]:
-        """The addresses of the vectors, those from the host in one upload."""
+        """The addresses of the vectors on the device. Vectors on the host are uploaded together."""
         here = [vector for vector in bank if not vector.is_cuda]
         addresses: list[int] = []
         whole = torch.empty(sum(_padded(v.numel()) for v in here), dtype=torch.float32, device=self._device)
@@ -392,7 +392,7 @@ class DeviceTables(Tables):
         at = 0
         for vector in bank:
             if vector.is_cuda:
-                vector = vector if vector.data_ptr() % 16 == 0 else vector.clone()  # as a row of a recorded run may lie
+                vector = vector if vector.data_ptr() % 16 == 0 else vector.clone()  # a run's row may be unaligned
                 kept.append(vector)
                 addresses.append(vector.data_ptr())
                 continue
@@ -432,7 +432,7 @@ class DeviceTables(Tables):
             self._behind_is_stale = False
         self.programs.flush()
         for kept in rows.programs.kept.values() if rows.programs is not None else ():
-            kept.value = None  # of the last step with these rows
+            kept.value = None  # the value is of the last step with these rows
         super().begin_step(rows, places, score_places)
         count = len(rows.profile_T)
         for kind, given in (("capture", places), ("probe", score_places)):
@@ -451,7 +451,7 @@ class DeviceTables(Tables):
             profile_T.copy_(rows.prepared)
         else:
             self._upload(rows.profile_T, profile_T)
-            if rows.again:  # the batches of a pipeline take turns: from now on it is a copy on the device
+            if rows.again:  # the batches of a pipeline take turns: next time, the copy is made on the device
                 rows.prepared = profile_T.clone()
         if self.programs:
             torch.clamp(profile_T, max=MOST_PROFILES, out=self._number_T[: len(profile_T)])
@@ -488,7 +488,7 @@ class DeviceTables(Tables):
     def _read(
         self, step: StepPrograms, point: int, when: str, first: torch.Tensor, second: torch.Tensor | None
     ) -> None:
-        """Keep what the programs of captures and probes compute from rows."""
+        """Store the results of the programs of captures and probes."""
         for kind in READINGS:
             for group in step.groups.get((point, f"{kind} {when}"), ()):
                 assert group.offsets is not None
@@ -504,14 +504,14 @@ class DeviceTables(Tables):
         )
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
-        """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
+        """Note rows that are not finite, as the kernel does: see `overflow_T` of `kernel.edit_rows`."""
         code_R = (len(self.points) - point) * not_finite_at(self.points[point], new_RH).to(torch.int32)
         self._overflow_T[rows] = torch.maximum(self._overflow_T[rows], code_R)
 
     def _capture_behind(self, point: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
-        """Capture what programs have made of the rows."""
+        """Capture the rows after programs have edited them."""
         behind_T = self._behind.index_select(0, self._number_T[: len(first)])
-        self._launch(point, first, second, behind_T, early=False)  # a launch before that has ended would read too early
+        self._launch(point, first, second, behind_T, early=False)  # an early launch would read `behind_T` too soon
 
     def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
         there = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -550,7 +550,7 @@ class DeviceTables(Tables):
         """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows.
 
         Args:
-            programs: those that may run there, in their order, by `ProgramAt.what`.
+            programs: the programs that may run at the point, in their order, by `ProgramAt.what`.
             kept: keeps the value, if programs need it later.
         """
         first, second = streams(hidden, residual)
@@ -597,7 +597,7 @@ class DeviceTables(Tables):
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int, dual: bool, dtype: torch.dtype) -> None:
-        """Triton takes half a second for each form of the kernel, and recorded graphs have only the one for few rows."""
+        """Compile both forms of the kernel. Triton takes half a second for each, and recorded graphs use only the form for few rows."""
         for rows in (1, min(self._kernel.FEW_ROWS + 1, len(self._profile_T))):
             hidden_TH = torch.zeros(rows, hidden_size, dtype=dtype, device=self._device)
             self.edit_recorded(0, hidden_TH, torch.zeros_like(hidden_TH) if dual else None)
@@ -611,7 +611,7 @@ class DeviceTables(Tables):
 
 
 def _span(numbers: Sequence[int]) -> range:
-    """From the lowest to the highest."""
+    """The range from the lowest number to the highest."""
     return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
 

@@ -1,7 +1,7 @@
 """Plans on a batch in plain PyTorch: for engines on a CPU, and for transformers models on any device, also under autograd.
 
 At each point, rows of one plan with the same ops are edited together. Nothing else is shared between rows. Tests compare the kernel with
-it.
+this code.
 
 Legend: T rows of the batch, R the rows of one profile, H the site's width.
 """
@@ -42,9 +42,9 @@ class TorchTables(Tables):
         self._dtype = dtype
         self._banks: dict[int, list[torch.Tensor]] = {}
         self._groups: list[tuple[int, Index]] = []  # profile -> its rows of the step
-        self._together: dict[Point, list[_Together]] = {}  # the same, by the ops at a point
-        self._needed: set[Point] = set()  # whose values programs of the step need later in it
-        self._values: dict[Point, torch.Tensor] = {}  # these, `[T, width]`
+        self._together: dict[Point, list[_Together]] = {}  # the same rows, by their ops at a point
+        self._needed: set[Point] = set()  # the points whose values programs need later in the step
+        self._values: dict[Point, torch.Tensor] = {}  # the values at these points, `[T, width]`
         self._places: np.ndarray | None = None
         self._score_places: np.ndarray | None = None
 
@@ -62,7 +62,7 @@ class TorchTables(Tables):
         super().begin_step(rows, places, score_places)
         self._places, self._score_places = places, score_places
         self._values.clear()
-        self.overflow.clear()  # of an earlier step, on a stage that does not end the forward
+        self.overflow.clear()  # entries of an earlier step, on a stage that does not end the forward
 
     def _set_rows(self, rows: RowProfiles) -> None:
         if rows.prepared is None:
@@ -100,7 +100,7 @@ class TorchTables(Tables):
     def _changes(
         self, point: int, first: torch.Tensor, second: torch.Tensor | None
     ) -> Iterator[tuple[Index, torch.Tensor, torch.Tensor | None]]:
-        """Rows and their two streams after the edits, for each profile that edits there. Captures what the profiles capture."""
+        """Yield rows and their two streams after the edits, for each group of rows with edits at the point. Also makes its captures."""
         where = self.points[point]
         if where in self._needed:
             self._values[where] = value_of(first, second).clone()
@@ -120,7 +120,7 @@ class TorchTables(Tables):
                 yield rows, new_one, new_two
 
     def _groups_at(self, where: Point) -> list[_Together]:
-        """The rows with ops there, those of a plan with the same ops together: its profiles may differ at other points only."""
+        """The rows with ops at a point. Rows of one plan with the same ops form one group: their profiles differ only at other points."""
         found: dict[tuple[int, int], list[Any]] = {}
         for number, rows in self._groups:
             ops = self.profiles[number].ops.get(where)
@@ -138,7 +138,7 @@ class TorchTables(Tables):
         first: torch.Tensor,
         second: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both streams of these rows, whose value is `old`, edited. Elements that come out as they were are bit-identical in both."""
+        """Both streams of these rows after the edits; `old` is their value before. Unchanged elements keep their bits in both streams."""
         values = {at: self._values[at][rows] for op in ops for at in op.inputs}
 
         def run(some: torch.Tensor | None) -> torch.Tensor:
@@ -149,8 +149,8 @@ class TorchTables(Tables):
         new = self._apart(point, run, lambda _: torch.full_like(old, math.nan), lambda: _numbers(rows))
         self._note_overflow(point, rows, new.detach())
         differs = torch.empty_like(new, requires_grad=False)
-        torch.ne(new.detach(), old.detach(), out=differs)  # into bools it takes several times as long
-        if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
+        torch.ne(new.detach(), old.detach(), out=differs)  # writing bools takes several times as long
+        if int(torch.count_nonzero(differs)) == differs.numel():  # a dense vector changes all elements
             return new, torch.zeros_like(second) if second is not None else None
         changed = differs.bool()
         return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
@@ -170,7 +170,7 @@ class TorchTables(Tables):
         return codes_T, lambda: None
 
     def _keep(self, point: int, op: Op, rows: Index, value_RH: torch.Tensor) -> None:
-        """Copy what a capture or a probe makes of these rows to their places."""
+        """Copy the results of a capture or a probe for these rows to their places."""
         all_places = self._places if op.kind == "capture" else self._score_places
         if all_places is None:
             return
@@ -202,7 +202,7 @@ def _numbers(rows: Index) -> np.ndarray:
 
 
 def _index_of(rows: np.ndarray) -> Index:
-    """The rows as an index; a slice where they lie together, for that needs no gather."""
+    """The rows as an index: a slice if they are contiguous, because a slice needs no gather."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows)

@@ -154,12 +154,12 @@ def request_of(body: str) -> str:
 
 
 class CapturedRows(NamedTuple):
-    """The rows that a step captures for one request, whose bodies run behind it.
+    """The rows that a step captures for one request, whose bodies run when the forward is over.
 
     Attributes:
-        fresh: where they lie in the batch.
-        last_row: where its logits and its sample are.
-        rows: none if the bodies read no site.
+        fresh: where the request's new rows lie in the batch.
+        last_row: where the request's logits and its sample are.
+        rows: the captured rows; empty if the bodies read no site.
     """
 
     bodies: list[str]
@@ -178,7 +178,7 @@ class TraceHost:
         vocab_size: all token ids are smaller.
         reports: sends the results.
         stages: the pipeline stages, if there are several.
-        ends_text: makes `TracedRequest.ends_text`, of sampling parameters with stop strings and the prompt's token ids.
+        ends_text: makes `TracedRequest.ends_text` from sampling parameters with stop strings and the prompt's token ids.
         calling: called with a request's id and the arguments of a layer that its trace calls; see `Forward.calling`.
 
     Attributes:
@@ -219,10 +219,10 @@ class TraceHost:
         self._vocab_size = vocab_size
         self._requests: dict[str, TracedRequest] = {}
         self._groups: dict[str, TracedGroup] = {}
-        self._weights: dict[str, torch.Tensor] = {}  # of the client's, by digest, for traces that are to come
+        self._weights: dict[str, torch.Tensor] = {}  # the client's weights, by digest, for later traces
         self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
-        self._in_step: dict[int, tuple[str, TracedRequest]] = {}  # by the place of the logits and the sample
+        self._in_step: dict[int, tuple[str, TracedRequest]] = {}  # by the request's row in the logits and the samples
         self._running: list[Interleaver] = []  # those with bodies in this step
         self._behind_points: dict[Key, list[Point]] = {}  # what was captured in this step, in the order of the forward
         self._order = {point: i for i, point in enumerate(points_of(arch))}
@@ -274,7 +274,7 @@ class TraceHost:
         self.uncompiled_steps += self.step_is_uncompiled
 
     def set_weights(self, kept: Collection[str], new: Mapping[str, bytes]) -> None:
-        """Hold weights, and no others: those of the digests in `kept`, and new ones by their digests."""
+        """Hold the weights whose digests are in `kept`, and the new ones by their digests. Drops all others."""
         self._weights = {digest: weight for digest, weight in self._weights.items() if digest in kept}
         for digest, data in new.items():
             try:
@@ -285,7 +285,7 @@ class TraceHost:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no living request is or was traced, so that a step is vLLM's own."""
+        """Whether no living request is or was traced, so that steps need no work of this host."""
         return not self._requests
 
     @property
@@ -573,7 +573,7 @@ class TraceHost:
             self.interleaver.fire(key, tree_at(self.arch, point, hidden, residual), direct=True)
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[requests, vocab]`. Called again in a step for prompt logprobs, whose logits are not the step's."""
+        """Let bodies read and write the logits, `[requests, vocab]`. A step's later calls, for prompt logprobs, return theirs unchanged."""
         if not self._expects_logits or is_in_body():
             return logits
         self._expects_logits = False
@@ -583,7 +583,7 @@ class TraceHost:
         return logits
 
     def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
-        """`[requests]`, the sampled token ids. Ends the step."""
+        """Let bodies read and write the sampled token ids, `[requests]`. Ends the step."""
         before = samples
         for interleaver in self._running:
             samples = interleaver.fire(("", "samples"), samples)
@@ -598,7 +598,7 @@ class TraceHost:
         return samples
 
     def _close_step(self) -> None:
-        """The step's bodies have had all that this stage has for them."""
+        """End the step: this stage has no more values for its bodies."""
         self._in_step = {}
         self.step_is_traced = False
         self.reports.flush()
@@ -632,7 +632,7 @@ class TraceHost:
     def refusal(self, name: str, at: NotFinite) -> str | None:
         """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
         request = self._requests.get(name)
-        # The writes of a trace behind the step are a plan's, which refuses by itself.
+        # A plan makes the writes of a trace that runs behind the step, and `PlanHost.refusal` gives the reason.
         if request is None or not request.is_done or request.trace.is_behind:
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
