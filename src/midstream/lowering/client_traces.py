@@ -4,9 +4,9 @@
     scores = [model.layers_output[14] @ probe for _ in tracer.iter[:]]
 
 A plan makes the trace's writes and captures the rows, or the results of programs (`plan.program`) on them. The recording of the code
-(`trace.record`) shows which values it saves. The process that recorded it pickles them as a worker does, with stand-ins in place of rows
-(`Template`). Once a request has ended, the caller's process unpickles them with its captured rows. Only a request that ended early needs
-another template, with the number of its steps.
+(`trace.record`) shows which values it saves. The process that recorded the code pickles these values as a worker does, with stand-ins in
+place of rows (`Template`). Once a request has ended, the caller's process unpickles them with the request's captured rows. Only a request
+that ended early needs another template, for its number of steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Read(NamedTuple):
     """A tensor that is computed from rows of one value.
 
     Attributes:
-        result: of a program at the value's point; its input for the rows themselves.
+        result: the result of a program at the value's point; the program's input if the rows themselves are saved.
         shape: of the tensor, without the axes that `lead` describes.
         rows: which of the value's rows.
         lead: as in `row_tensors.RowTensor`: how many axes of size 1 it has before its rows; -1 if it is a single row without that axis.
@@ -118,7 +118,7 @@ class SavedRowsFinder:
 
     @classmethod
     def found(cls, recording: Recording, dtype: torch.dtype) -> SavedRowsFinder | None:
-        """The rows; None if the code does more than save values that can be computed from rows."""
+        """The finder for a recording; None if the code does more than save values that can be computed from rows."""
         try:
             return cls(recording, dtype)
         except (_NotFromRows, PlanError):
@@ -139,7 +139,7 @@ class SavedRowsFinder:
             raise _NotFromRows
         known: dict[Any, _Read] = {}
         readers: dict[int, tuple[RowwiseReader, list[Any]]] = {}
-        earlier: dict[int, Value] = {}  # id of a value -> the one in its place in an equal step before
+        earlier: dict[int, Value] = {}  # id of a value -> the value in its place in the step before, which is equal
         for number, graph in enumerate(recording.steps[2:], start=2):
             before = recording.steps[number - 1]
             if repeats(graph, before):
@@ -206,7 +206,7 @@ class SavedRowsFinder:
         return self._builders[point].program(*parts, keeps=True)
 
     def template(self, recording: Recording, length: int) -> Template:
-        """The outcome of requests that end as this recording.
+        """The template for requests that end as this recording does.
 
         Args:
             length: of the prompt.
@@ -241,16 +241,16 @@ class SavedRowsFinder:
 
 
 def _assume(assumed: list[Any], rows: RowChoice, own: torch.Tensor | None) -> int:
-    """As `row_tensors.Ask`: notes the assumption that the rows which are kept are among these."""
+    """A `row_tensors.Ask` that notes an assumption: all rows that are kept are among these rows."""
     if own is None:
         assumed.append(rows)
     elif bool((own != own[:1]).any()):
-        assumed.append((None,))  # no rows are these
+        assumed.append((None,))  # equals no choice of rows
     return 0
 
 
 def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
-    """Its first row, and the number of rows. Raises _NotFromRows for rows that are not contiguous, or that the prompt lacks."""
+    """The first row of `read`, and its number of rows. Raises _NotFromRows for rows that are not contiguous, or that the prompt lacks."""
     try:
         rows = rows_of(read.rows, 1 if read.step else prompt)
     except IndexError:
@@ -313,7 +313,7 @@ class Template:
         return used
 
     def filled(self, planes: Mapping[_Plane, torch.Tensor]) -> Outcome:
-        """The outcome with a request's rows. Those of one plane lie in one block of memory, without overlaps."""
+        """The outcome with a request's rows as its tensors. The tensors of one plane lie in one block of memory, without overlaps."""
         blocks, ends = {}, dict.fromkeys(self._used, 0)
         for key, rows in self._used.items():
             block = as_bits(planes[key]).numpy()
@@ -340,14 +340,14 @@ class ClientTrace:
         first: the template of requests with as many steps as the recording of its code.
         most: the number of these steps.
         template: makes the template of another number of steps.
-        rows: from which its saved values are made; None if they have no rows.
+        rows: the rows from which its saved values are made; None if it needs no rows.
     """
 
     def __init__(self, first: Template, most: int, template: Callable[[int], Template], rows: SavedRows | None) -> None:
         self._templates, self._most, self._template, self._rows = {most: first}, most, template, rows
 
     def ending(self, captured: Captured, steps: int) -> Outcome:
-        """As `Ending`."""
+        """The outcome of a request, from its captured rows and the number of its steps."""
         return self.outcome(captured.take() if self._rows is not None else {}, steps)
 
     def outcome(self, captured: Mapping[Point, torch.Tensor], steps: int) -> Outcome:

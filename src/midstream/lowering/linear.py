@@ -1,9 +1,9 @@
-"""Programs that one operation of the registry can do: linear functions of a site's row.
+"""Finds the programs that edits of kinds other than `Apply` can replace: linear functions of a site's row.
 
     change = change_of(program)                # None if the program is another function
-    Steer.saying(change, ...)                  # this and the other kinds make edits of it
+    Steer.saying(change, ...)                  # Steer and the other kinds turn the change into edits
 
-The row may be added to once: `(h + a) - a` rounds twice, and no edit does.
+A program may add to the row only once: `(h + a) - a` rounds twice, and no edit does.
 
 Legend: H the site's width.
 """
@@ -23,7 +23,7 @@ from midstream.plan.rowwise import Shaped, overload
 from midstream.plan.running import tensor_of
 from midstream.plan.steps import INPUT, Const, Ref, Step
 
-_MOST_FACTOR = 1e6  # of a number that is multiplied with others of them: float32 does not overflow
+_MOST_FACTOR = 1e6  # products of larger factors, or of their inverses, could overflow or underflow in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Weighted:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """Numbers of the code's own: float64, `[1]` or `[H]`."""
+    """The code's own numbers: float64, `[1]` or `[H]`."""
 
     numbers: torch.Tensor
     eps: float
@@ -71,7 +71,7 @@ def change_of(program: Program) -> RowChange | None:
 
 
 def _form_of(step: Step, result: Shaped, forms: list[Form], program: Program) -> Form | None:
-    """The function that a step's result is, as far as it has one of the forms."""
+    """The form of a step's result; None if it has none of the forms."""
     if step.op not in _RULES:
         return None
     named = dict(step.kwargs)
@@ -79,7 +79,7 @@ def _form_of(step: Step, result: Shaped, forms: list[Form], program: Program) ->
     alpha = {"alpha": named["alpha"]} if "alpha" in named else {}
     form = _RULES[step.op](*(_operand(each, forms, program) for each in args), **alpha)
     own, after = getattr(torch, program.dtype), result.meta.dtype
-    if step.op == "_to_copy.default" and after != own:  # which loses nothing but what the site's own dtype loses, too
+    if step.op == "_to_copy.default" and after != own:  # may round only to the site's own dtype
         before = own if args[0] == INPUT else program.checked.results[args[0].step].meta.dtype
         if not (before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after):
             return None
@@ -160,7 +160,7 @@ def _div(x: Any, y: Any) -> Form | None:
 
 
 def _times(x: Any, factor: float) -> Form | None:
-    """`factor * x`, if that neither overflows nor underflows. No edit multiplies the row itself."""
+    """`factor * x`; None if it could overflow or underflow, or if it multiplies the row itself, which no edit does."""
     if abs(factor) != 1 and not 1 / _MOST_FACTOR < abs(factor) < _MOST_FACTOR:
         return None
     if isinstance(x, Along):
@@ -172,7 +172,7 @@ def _times(x: Any, factor: float) -> Form | None:
 
 
 def _product(x: Any, y: Any) -> Form | None:
-    """A product of matrices: with a column, which gives one number for each row, or of such numbers with a row."""
+    """A matrix product: of the row and a column, which gives one number for each row, or of these numbers and a row vector."""
     if x is _ROW and isinstance(y, _Known):
         return Along(y.numbers, 0.0, y.eps)
     return _mul(x, y) if isinstance(x, Along) else None

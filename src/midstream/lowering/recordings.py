@@ -26,7 +26,7 @@ Place = tuple[int, int]  # a request, and which of its programs
 _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
 _Recordings = dict[tuple[Place, int], Recording]
 _SHORT = 5  # tokens of the short prompt in a recording for all lengths
-_LONGER = 5  # tokens more of the second prompt in a check: another parity, and rows of each special kind
+_LONGER = 5  # how many tokens longer the second prompt of a check is: odd, and enough for every kind of special row
 _FEW = 4  # the least steps of a recording
 _MOST_RECORDED = 16  # sets of recordings of one code
 _MOST_LOWERED = 512  # kinds of requests, by length and steps, whose plans are remembered
@@ -39,7 +39,7 @@ class Recorded:
     Args:
         recordings: of each program and prompt length.
         steps: the number of steps of each recording.
-        lengths: the shortest and the longest prompt that each recording is for, if it is for more than its own.
+        lengths: the shortest and the longest prompt that the recordings serve; None if each serves only its own length.
 
     Attributes:
         lowered: the findings of `lowering.tiers` about requests. Keys contain ids of recordings, which the values keep alive.
@@ -60,7 +60,7 @@ class Recorded:
         self.lowered[key] = lowered
 
     def serves(self, jobs: _Jobs) -> bool:
-        """Whether it covers these programs. A recording that a later step has ended does not cover a request with fewer steps."""
+        """Whether it covers these programs. A recording that failed in a late step does not cover a request that ends before it."""
         for (place, length), steps in jobs.items():
             key = self._key(place, length)
             if self._lengths is not None and not self._lengths[0] <= length <= self._lengths[1]:
@@ -79,8 +79,8 @@ class Recorded:
         return length if self._lengths is None else self._lengths[0]
 
     def to_check(self, length: int) -> list[list[int]]:
-        """The lengths of the prompts in the checks of what a program does for prompts of a length, and those to take if it has no tape
-        for the former. Later checks have other special rows.
+        """Lists of prompt lengths with which to check a tape for prompts of one length. If a length in the first list has no tape, the
+        second list is used. The prompts of a list have different special rows.
         """
         own = [length] if length == 1 else [length, length]
         return [own] if self._lengths is None else [[self._lengths[0], self._lengths[0] + _LONGER], own]
@@ -201,7 +201,7 @@ class Recorder:
             if agree and all(one.sizes == other.sizes for one, other in pairs):
                 return Recorded(once, first, (short, long))
             copy = self._copy()
-            for (place, _), one in once.items() if not agree else ():  # the process may make the difference
+            for (place, _), one in once.items() if not agree else ():  # the process may differ, not the length
                 self._expect(one, self._run(copy, place, short, steps[place]), place)
         self._depends_on_length = True
         return None

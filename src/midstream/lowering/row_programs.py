@@ -8,8 +8,8 @@ The reader follows each tensor through the graph: it notes which rows of the sit
 (`lowering.row_tensors`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that agrees with the recording
 on its T tokens, and keeps rows apart, is right for any number of rows. So a recording of any length will do, even one of a single token.
 
-Code may change some rows alone, or use a tensor with numbers of its own for each row. So the reader asks whether the row that it reads is
-among the rows which the code changes, and takes this row's numbers. `RowReadings` reads a write once for all rows with the same answers.
+Code may change only some rows, or use a tensor whose rows differ. So the reader asks whether the row that it reads is among the rows that
+the code changes, and uses this row's numbers. `RowReadings` reads a write once for all rows with the same answers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from midstream.trace.graph import Chain, Value, Write
 from midstream.trace.record import fingerprint, record_function
 from midstream.tree import objects_in
 
-_MOST_READINGS = 1 << 10  # of one write, for tokens with numbers of their own
+_MOST_READINGS = 1 << 10  # of one write whose rows differ
 _FILLED = "it uses a tensor of its own that it has filled with values of the model: make it with torch.zeros_like(h) or h.new_zeros(...)"
-# A function is recorded for each of these numbers of tokens, and has to do the same. The first is a prime: see `Notes.rows`.
+# A function is recorded once for each of these numbers of tokens. Both programs have to be equal. The first is a prime: see `Notes.rows`.
 _FUNCTION_ROWS = (1009, 2)
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
 
 
 class NotRowwise(Exception):
-    """Why a write is not a program, and on which line; 0 if unknown."""
+    """The reason why a write is not a program, and its line; 0 if the line is unknown."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(line, reason)
@@ -55,7 +55,7 @@ class Made(NamedTuple):
     """A program that makes a write at some rows.
 
     Attributes:
-        inputs: the points of its further inputs.
+        inputs: the other points whose values it takes.
     """
 
     program: Program
@@ -63,11 +63,11 @@ class Made(NamedTuple):
 
 
 class RowReadings:
-    """The readings of a write, each for the rows that give the same answers (`row_tensors.Ask`).
+    """The readings of a write: one program for each group of rows that get the same answers to the reader's questions (`row_tensors.Ask`).
 
     Args:
-        read: reads the write for the row that its argument answers for.
-        line: of the write.
+        read: reads the write for one row; its argument answers the questions about this row.
+        line: the line of the write.
     """
 
     def __init__(self, read: Callable[[Ask], Made], line: int) -> None:
@@ -83,7 +83,7 @@ class RowReadings:
         self._answers: dict[int, list[int]] = {}  # of all rows of a prompt of this length
 
     def at(self, length: int) -> list[tuple[list[int], Made]]:
-        """Which rows of a prompt have which reading. Raises NotRowwise, also for a row that a prompt of this length does not have."""
+        """The rows of a prompt, grouped by their readings. Raises NotRowwise, also for a row that a prompt of this length lacks."""
         found: dict[int, tuple[list[int], Made]] = {}
         for row in range(length):
             reading = self.of(row, length)
@@ -124,7 +124,7 @@ class RowReadings:
         return reading
 
     def _labels_of(self, own: torch.Tensor | None) -> tuple[int, ...] | None:
-        """For each row of a tensor the first row with the same bits."""
+        """For each row of a tensor, the number of the first row with the same bits; None without a tensor."""
         if own is None:
             return None
         place = own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride(), own.dtype
@@ -160,7 +160,7 @@ def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lam
     """The programs that make a write. `at` raises NotRowwise if it is not row-wise, or uses an operation that programs do not have.
 
     Args:
-        are_together: as in `trace.record.Model`.
+        are_together: whether one pipeline stage owns both points.
     """
 
     def read(ask: Ask) -> Made:
@@ -172,7 +172,7 @@ def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lam
 
 
 def _ask_nothing(rows: RowChoice, own: torch.Tensor | None) -> int:
-    """For code that has to do the same at all rows."""
+    """An `Ask` for code that has to do the same at all rows. Raises NoProgram if it does not."""
     if own is None:
         raise NoProgram("it changes some tokens alone, which is what positions are for")
     if bool((own != own[:1]).any()):
@@ -185,11 +185,11 @@ class RowwiseReader:
 
     Args:
         was: the value.
-        builder: of earlier programs at its site.
-        ask: about the row that is read.
+        builder: has the steps of earlier programs at the same site, and gets those of this one.
+        ask: answers questions about the row that is read.
 
     Attributes:
-        line: of the value that was read last.
+        line: the line of the value that was read last.
         may_use: which other points of the same step its programs may read; none at first.
     """
 
@@ -215,7 +215,7 @@ class RowwiseReader:
             return Made(self.builder.program(result), tuple(points[i] for i in self.builder.inputs_of(result)))
 
     def whole(self, now: Value) -> RowTensor:
-        """A value of the site. Raises NotRowwise."""
+        """A value that replaces the site's, as a row tensor. Raises NotRowwise."""
         with self._saying_why():
             whole = self.of(now)
             if isinstance(whole, torch.Tensor):
@@ -303,7 +303,7 @@ class RowwiseReader:
         return self._operations.cast(found, args[0].result.dtype) if changes and isinstance(found, RowTensor) else found
 
     def _put(self, value: Value) -> RowTensor:
-        """A tensor with other numbers in a view of it."""
+        """A tensor after a write to a view of it."""
         whole = self.of(value.args[0])
         self.line = self._operations.line = value.line or self.line
         views = self._views(whole, value.target) if isinstance(whole, RowTensor) else [None]

@@ -24,7 +24,7 @@ _NEW = {"new_zeros": 0, "new_empty": 0, "new_ones": 1, "new_full": None}
 _WITHOUT_AXES = frozenset(
     "native_layer_norm.default zeros_like.default ones_like.default full_like.default _to_copy.default".split()
 )
-_ALL_AXES = {  # of a single token
+_ALL_AXES = {  # reductions over all axes of a single token -> the same over listed axes
     "sum.default": "sum.dim_IntList", "mean.default": "mean.dim", "max.default": "amax.default", "min.default": "amin.default",
 }  # fmt: skip
 _BESIDE = frozenset("gather.default scatter.src scatter.value scatter_add.default cat.default stack.default".split())
@@ -53,8 +53,9 @@ def rows_of(rows: RowChoice, tokens: int) -> list[int]:
     return [found] if isinstance(found, int) else found
 
 
-# Asks about the row that is read: -1 if it is not among these rows of the site. Else 0; or, if the code's own tensor has a row for each
-# of the rows, the first of its rows with the same numbers as this row's: 0 if they are equal.
+# Answers a question about the row that is read: -1 if it is not among these rows of the site, else 0. The question may be about a tensor of
+# the code's own with a row for each of these rows. The answer is 0 if all rows of the tensor are equal. If they differ, it is the number of
+# the tensor's first row that equals the tensor's row for the row that is read.
 Ask = Callable[[RowChoice, torch.Tensor | None], int]
 
 
@@ -64,7 +65,7 @@ class NoProgram(Exception):
 
 @dataclass(frozen=True, eq=False)
 class RowTensor:
-    """A tensor with rows.
+    """A tensor that has entries for each of some rows of the site.
 
     Attributes:
         result: in the program, with the rows on the first axis.
@@ -81,12 +82,12 @@ class RowOperations:
     """Makes a program of operations on row tensors.
 
     Args:
-        builder: of the site's program; has the steps.
+        builder: gets the steps of the program.
         tokens: T, as recorded.
-        ask: about the row that is read.
+        ask: answers questions about the row that is read.
 
     Attributes:
-        line: of the code, for the next operations.
+        line: the line of the code to note for the next operations.
     """
 
     def __init__(self, builder: Builder, tokens: int, ask: Ask) -> None:
@@ -171,7 +172,7 @@ class RowOperations:
             own = own[0]
         if own.ndim == rank and own.shape[0] != 1:
             if own.shape[0] == self.count(like) and like.result.shaped.rows == 1:
-                place = max(self._ask(like.rows, own), 0)  # any for a row that `like` lacks: its result is not used
+                place = max(self._ask(like.rows, own), 0)  # any row will do if `like` lacks it: it is not used
             elif bool((own == own[:1]).all()):
                 place = 0
             else:
@@ -184,7 +185,7 @@ class RowOperations:
         return len(rows_of(tensor.rows, self._tokens))
 
     def plain(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: int | None = None) -> RowTensor:
-        """An operation of the table."""
+        """The result of an operation of `plan.rowwise`, with its arguments in the program's layout."""
         tensors = list(objects_in((args, tuple(kwargs.values())), RowTensor))
         like = max(tensors, key=lambda each: each.result.rank)
         if any((each.rows, each.lead) != (like.rows, like.lead) for each in tensors):
@@ -241,7 +242,7 @@ class RowOperations:
     # Views.
 
     def view(self, tensor: RowTensor, sizes: Sequence[int]) -> RowTensor:
-        """The numbers of a tensor in another shape, as recorded."""
+        """The tensor reshaped to the recorded sizes."""
         each = math.prod(tensor.result.shape) * tensor.result.shaped.rows  # of a row
         count = self.count(tensor) if tensor.lead >= 0 else 1
         if not count:
@@ -343,7 +344,7 @@ class RowOperations:
     # Indices.
 
     def _places(self, tensor: RowTensor, indices: Sequence[Any]) -> tuple[Any, ...]:
-        """Indices as the program has them, None at the rows."""
+        """The indices in the program's layout, with None for the rows' axis."""
         if any(isinstance(each, RowTensor) for each in indices):
             raise NoProgram("it uses indices that only the forward has")
         if tensor.lead > 0 and any(each is not None for each in indices[: tensor.lead]):
@@ -353,7 +354,7 @@ class RowOperations:
         return tuple(each if each is None or not i else each.long() % sizes[i] for i, each in enumerate(indices))
 
     def op_index(self, tensor: Any, indices: Sequence[Any]) -> RowTensor:
-        if isinstance(tensor, torch.Tensor):  # rows of a matrix of the code's own, as those of a decoder
+        if isinstance(tensor, torch.Tensor):  # looks up rows of the code's own matrix, such as an SAE's decoder
             if tensor.ndim != 2 or len(indices) != 1:
                 raise NoProgram("it uses indices that only the forward has")
             return self.made(indices[0], "embedding.default", (tensor, indices[0]))
@@ -394,7 +395,7 @@ class RowOperations:
         return not tensor.rows or self._ask(tensor.rows, None) >= 0
 
     def put(self, tensor: RowTensor, new: RowTensor) -> RowTensor:
-        """The tensor with other numbers in the rows that `new` has."""
+        """The tensor with `new` in place of the rows that `new` has."""
         return replace(new, rows=tensor.rows, lead=tensor.lead) if self.has(new) else tensor
 
     # New numbers.
@@ -433,7 +434,7 @@ class RowOperations:
         return self.made(tensor, "full.default", ((RowCount(1), *shape), number), {"dtype": dtype})
 
     def back(self, op: str, args: Sequence[Any], view: RowTensor, new: RowTensor) -> RowTensor:
-        """`view` with `new` in a view of it, which is one operation away."""
+        """`view` after a write of `new` to the view that the operation `op` makes of it."""
         packet = op.removeprefix("aten.").partition(".")[0]
         if packet in SAME:
             return new
@@ -500,7 +501,7 @@ def _results(tree: Any) -> Any:
 def _moved(
     op: str, like: RowTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
-    """An operation along axes, for a tensor whose rows are not on the recorded first axis."""
+    """An operation along axes, with the axes renumbered for a tensor whose rows were not on the first axis in the recording."""
     if op in _ALL_AXES and like.lead < 0:
         op = _ALL_AXES[op]
     if op not in RULES:

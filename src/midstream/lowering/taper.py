@@ -5,7 +5,7 @@ crash or hang. The fork keeps its recordings for requests with other prompts unt
 
     caller -> taper     (Taper.fork, 3) and the connection; models, and tensors of 256 KiB and more, each once: the forks share their memory
     caller -> fork      (Fork.code, ...), then (Fork.requests, lengths, steps)
-    fork -> caller      the answer, or an exception; before it Asks("tokenizer"), if the code uses it
+    fork -> caller      the answer, or an exception; before that Asks("tokenizer"), if the code uses the tokenizer
 
 A message is a method and its arguments, pickled, with large bytes beside it.
 """
@@ -94,7 +94,7 @@ class _MessagePickler(pickle.Pickler):
 
 
 def _made(kind: type, values: Mapping[str, Any], facts: Checked | None) -> Any:
-    """A constant or a program that was checked where it was made."""
+    """Rebuild a constant or a program, which was checked where it was made."""
     made: Any = object.__new__(kind)
     vars(made).update(values)
     if facts is not None:
@@ -195,7 +195,7 @@ class Taper:
 
     def model(self, number: int, model: Model) -> None:
         """Keep a model for later forks."""
-        _ = model.envoy, model.at, model.values  # for all forks
+        _ = model.envoy, model.at, model.values  # computed once for all forks
         self._models[number] = model
 
     def weight(self, digest: str, size: int) -> None:
@@ -264,7 +264,7 @@ class Fork:
         """Answer the caller until it closes the connection."""
         global _connection
         _connection = self._connection
-        # Copies the memory that recording writes to, unless a code waits already.
+        # Recording writes to memory that forks share, which copies it. Do this now, unless a message waits already.
         warm_up(lambda: not select.select([self._connection], [], [], 0)[0])
         torch.set_num_threads(_THREADS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -359,7 +359,7 @@ def _no_model(reference: Any) -> Any:
 
 
 def _watch_functions() -> None:
-    """Have the functions that no audit event of Python tells of end the recording."""
+    """Wrap the functions for which Python raises no audit event, so that a call of them ends the recording."""
 
     def watched(function: Any, what: str) -> Any:
         @functools.wraps(function)
@@ -377,7 +377,9 @@ def _watch_functions() -> None:
 
 
 def _without_compiler() -> None:
-    """Keep PyTorch from importing its compiler at the first use of certain operations, only to turn it off for them. It takes 110 MB."""
+    """Keep PyTorch from importing its compiler, which takes 110 MB, at the first use of certain operations: PyTorch would only turn the
+    compiler off for them.
+    """
     code = torch._compile._disable_dynamo(_no_model).__code__  # of the wrapper of such operations
     for each in gc.get_objects():
         if type(each) is FunctionType and each.__code__ is code:

@@ -1,12 +1,12 @@
-"""Has code of traces recorded in a process of its own, so that nothing of it runs in the caller's process.
+"""Records the code of traces in a separate process, so that no part of the code runs in the caller's process.
 
     start()                                                     # ahead of the first trace, while the engine loads
     prepare(model)                                              # once the engine is there
     lowering = lower_trace(programs, code, model, lengths, steps)
     made = program_of(function, points, sizes, dtype)           # of a function in a plan's `Apply`
 
-Each caller's process has one `taper`, which ends with it, and in it a fork for each of the latest codes. Code that ends or blocks its
-fork runs in the engine's forward, where it may do so.
+Each caller's process has one `taper`, which ends with the caller. The taper has a fork for each of the latest codes. Code that ends or
+blocks its fork runs in the engine's forward instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _START_SECONDS = 120.0  # until the process is ready
 _SECONDS = 30.0  # for one answer
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explained`
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are cached, and the most bytes of one
-_MOST_FOUND = 512  # requests of one code, by calls, whose plans are remembered
+_MOST_FOUND = 512  # requests of one code whose plans are remembered
 _FORKS = 6  # codes whose recordings are kept
 _WEIGHT_BYTES = 1 << 32  # of tensors that the process keeps
 _UNAVAILABLE_SECONDS = 60.0  # how long no process is started after two have failed in a row
@@ -65,8 +65,8 @@ class _EndedError(Exception):
     """The process, or a fork of it, has ended or does not answer. The text says why.
 
     Attributes:
-        by_code: whether the code that was taped has done that.
-        is_of_fork: whether a fork alone has ended.
+        by_code: whether the taped code is the cause.
+        is_of_fork: whether only a fork has ended.
     """
 
     def __init__(self, reason: str, by_code: bool = False, is_of_fork: bool = False) -> None:
@@ -115,7 +115,7 @@ class _Process:
         return fork, number
 
     def prepare(self, model: Model | None) -> None:
-        """Have a fork ready that knows the model, unless the process is not ready itself. Raises _EndedError."""
+        """Make a fork that knows the model ahead of its use, if the process is ready. Raises _EndedError."""
         with self._talking():
             if not self._is_ready and not select.select([self._control], [], [], 0)[0]:
                 return
@@ -126,7 +126,9 @@ class _Process:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Send messages in the block, whole ones: if the block is interrupted, the process ends. Raises _EndedError for other errors."""
+        """Let the block send messages. If the block raises, end the process, since a message may be incomplete. Raises _EndedError for
+        errors in the block, but not for interrupts.
+        """
         with self._lock:
             try:
                 yield
@@ -221,7 +223,7 @@ class _Session:
         _forks.add(self)
 
     def import_(self, names: Sequence[str]) -> None:
-        """Have later forks begin with modules that are installed here, too."""
+        """Have the process import those of these modules that are installed packages, so that later forks begin with them."""
         files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
         if installed := [name for name, file in files.items() if file and is_installed(file)]:
             self._process.import_(installed)
@@ -244,7 +246,7 @@ class _Session:
             raise _EndedError(f"taping it takes more than {seconds:.0f} seconds", by_code=True) from None
         except (OSError, EOFError):
             self.end()
-            self._process.wait(0.2)  # if it has ended, too, that is known then
+            self._process.wait(0.2)  # if the process ends, too, `is_running` shows it after this
             raise _EndedError("it ends the process in which it is taped", is_of_fork=self._process.is_running) from None
         except BaseException:  # Ctrl-C
             self.end()
@@ -258,7 +260,7 @@ class _Session:
         self._process.end_fork(self._number)
 
     def close(self) -> None:
-        """The fork ends as soon as it is idle."""
+        """Close the connection. The fork ends as soon as it is idle."""
         self._sock.close()
 
     @property
@@ -326,7 +328,7 @@ _unavailable: tuple[float, str] = (0.0, "")  # until when no process is started,
 
 
 def _twice(ask: Callable[[], Any]) -> Any:
-    """The answer, of a second fork or process if the first one ends: something else than the code may have ended it."""
+    """The answer. Asks again if the fork or the process ends, because something other than the code may have ended it."""
     global _unavailable
     until, reason = _unavailable
     if time.monotonic() < until:
@@ -345,7 +347,7 @@ def _twice(ask: Callable[[], Any]) -> Any:
         raise
 
 
-# What is asked of it.
+# The caller's questions to the process.
 
 
 class _Code:
@@ -385,7 +387,7 @@ class _Code:
             return found
 
     def forget(self) -> None:
-        """Let go of what refers to this object."""
+        """Drop the findings, whose templates refer to this object."""
         with self.lock:
             self._found.clear()
 
@@ -421,7 +423,7 @@ _latest: OrderedDict[int, weakref.ref[_Code]] = OrderedDict()
 
 
 def _keep_latest(code: _Code) -> None:
-    """End the forks of other codes than the latest ones."""
+    """End the forks of all codes but the latest."""
     with _lock:
         _latest[id(code)] = weakref.ref(code)
         _latest.move_to_end(id(code))
@@ -442,7 +444,7 @@ def lowered_requests(
     """The findings about the code of each request. Code that was recorded with equal variables is not recorded again.
 
     Args:
-        programs: of each request, which `code` has in the form to send.
+        programs: the programs of each request. `code` contains them in the form to send.
         lengths: of the requests' prompts, in tokens.
         steps: the most steps of each request.
     """

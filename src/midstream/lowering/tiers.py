@@ -1,4 +1,5 @@
-"""Decides where the code of a trace runs, by recording it (`trace.record`). The caller's process has it done by `lowering.taping`.
+"""Decides where the code of a trace runs, by recording it (`trace.record`). Callers use `lowering.taping`, which runs this
+module in another process.
 
 If a plan can make all writes of a trace, the forward need not stop: the plan makes the writes, and the code, if it does more, runs on
 captured rows after the step. Otherwise, and in all uncertain cases, the code runs in the forward.
@@ -36,12 +37,12 @@ from midstream.trace.record import Model, Recording
 from midstream.trace.shipping import ShippedCode
 from midstream.trace.weights import on_device
 
-_IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
+_IN_GRAPHS = ("resid_post",)  # the sites that traces can use in a compiled forward: see `runtime.points.trace_keys`
 _MOST_NAMED = 1 << 10  # generated tokens that a write may name, unless it changes all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _MOST_PROGRAMS = 1 << 8  # of one write
-_MOST_FORMS = 8  # of the programs of one write, which the engine runs one after the other
-# Operations that neither PyTorch's tags nor the table of programs name.
+_MOST_FORMS = 8  # different forms among the programs of one write: the engine runs the forms one after the other
+# Operations that never raise, or only for indices. Neither PyTorch's tags nor the table of programs shows this.
 _NEVER_RAISE = frozenset(
     "copy fill zero lift_fresh lift_fresh_copy _unsafe_view new_zeros new_ones new_full new_empty empty_like dot addmv addr baddbmm tril "
     "triu _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math".split()
@@ -69,14 +70,14 @@ class Lowered:
         tier: where it can run.
         edits: its writes as a plan's edits.
         reads: the points that it reads or writes, and whether it does so in the prompt's step alone.
-        saved_rows: the rows of its saved values, if it can run in the caller's process.
+        saved_rows: the rows from which its saved values can be made; None if they cannot be made from rows.
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
         keeps_to_graphs: whether its code is known to use only sites that traces can use in the compiled forward.
         first: its own program's outcome in a request with `steps` steps, if no code runs in the engine.
         steps: the most steps that its own program takes part in.
         template: makes the outcome in a request with fewer steps.
-        recordings: of its programs, its own last; only where they were made.
+        recordings: the recordings of its programs, that of its own program last; only in the process that made them.
     """
 
     tier: Tier = Tier.FORWARD
@@ -112,11 +113,11 @@ class Lowered:
         return self._trace
 
     def ending(self, tier: Tier) -> Ending | None:
-        """Makes the outcome of a request whose trace needs no code in the engine; None if it does."""
+        """Makes the outcome of a request; None if the engine runs the code."""
         return self.client_trace.ending if tier in (Tier.PLAN, Tier.CLIENT) else None
 
     def plan_for(self, tier: Tier) -> Plan:
-        """The edits, and captures of the rows that the code needs. The code's own writes change its copies of the rows."""
+        """The edits, and captures of the rows that the code needs. If the code runs on these, its own writes change only copies."""
         if tier is Tier.FORWARD:
             return Plan()
         if tier is Tier.PLAN:
@@ -150,9 +151,9 @@ class Lowering:
     """How the requests of a call run.
 
     Attributes:
-        tier: of all of them, since they share variables.
-        plans: of each request; empty in the forward.
-        keeps_to_graphs: as in `Lowered`, for each request.
+        tier: one for all requests, since they share variables.
+        plans: one for each request; empty if the code runs in the forward.
+        keeps_to_graphs: for each request, as in `Lowered`.
         each: the findings about each request; empty for the requests of a remote client.
     """
 
@@ -174,12 +175,12 @@ class Lowering:
         return cls.of(tier, each)
 
     def in_the_engine(self) -> Lowering:
-        """The same for requests whose values are needed before they end, or in the same steps."""
+        """The same, but the engine runs code of `Tier.CLIENT`: for requests that need values before they end, or must share their steps."""
         return Lowering.of(Tier.BEHIND, self.each) if self.tier is Tier.CLIENT else self
 
     def stands_beside(self, plans: Sequence[Plan], num_layers: int) -> bool:
-        """Whether each request may have both plans: the other one reads nothing, and edits only points that the trace neither reads nor
-        writes.
+        """Whether each request may have its own plan and the given one: the given plan reads nothing, and edits only points that the trace
+        neither reads nor writes.
 
         A trace acts after the edits of the other plan, and a joint plan would order them differently. Raises PlanError for a layer outside
         of the model.
@@ -200,12 +201,12 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
 
 
 class TapedCode:
-    """The recordings of a call's code, and the findings about requests with it. The code runs in this process: see `lowering.taping` for
+    """Records a call's code, and finds out how requests with this code can run. The code runs in this process; `lowering.taping` uses
     another one.
 
     Args:
         places: for each request's programs, the place of the first equal one.
-        standing: whether these are standing edits.
+        standing: for each request's programs, whether they are standing edits.
         held: the weights of the code, by digest.
     """
 
@@ -221,7 +222,7 @@ class TapedCode:
 
     @classmethod
     def of(cls, programs: Sequence[Sequence[TraceProgram]], code: ShippedCode, model: Model) -> TapedCode:
-        """The code of these programs, which `code` has in the form to send."""
+        """Make it from programs and from `code`, which contains the same programs in the form to send."""
         held = {digest: on_device(weight.data, None) for digest, weight in code.weights.items()}
         return cls(places_of(programs), standing_of(programs), code, model, held)
 
@@ -260,7 +261,7 @@ class TapedCode:
         return made
 
     def _checked(self, made: Lowered, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
-        """The same, or the forward if the tape does something else than the code on real numbers."""
+        """The findings `made`; with the forward as tier if the tape does something else than the code on real numbers."""
         found: Difference | None = UNCHECKED
         count = steps_to_check(made, steps)
         for lengths in recorded.to_check(length):
@@ -283,7 +284,7 @@ class TapedCode:
         return replace(made, tier=Tier.FORWARD, edits=(), first=None, template=None, notes=notes, reason=reason)
 
     def _template(self, recorded: Recorded, place: Place, length: int, known: Recording, steps: int) -> Template:
-        """The outcome of a program in requests with so many steps. `known`: its recording with more steps, or as many."""
+        """The outcome of a program in requests with so many steps. `known`: its recording with at least as many steps."""
         recording = known
         if steps < len(known.steps):
             recording = self._recorder.again(place, recorded.length(length), steps)
@@ -296,7 +297,9 @@ def standing_of(programs: Sequence[Sequence[TraceProgram]]) -> list[list[bool]]:
 
 
 def _side_by_side(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
-    """The findings for codes that share variables and change them. Separate recordings miss that, so these run side by side."""
+    """The findings for codes that change variables which they share. Separate recordings miss these changes, so the engine runs the codes:
+    in the forward if any of them writes to the model.
+    """
     reason = "it changes a variable that other requests of the call use, too"
     apart = []
     for one in found:
@@ -391,7 +394,7 @@ def _refuse_errors(recording: Recording) -> None:
 
 
 def _never_raises(value: Value) -> bool:
-    """Whether an operation raises no errors that depend on numbers of the forward. Indices are checked where it is recorded."""
+    """Whether an operation raises no errors that depend on numbers of the forward. Its indices are checked when it is recorded."""
     inputs = list(value.inputs)
     unknown = {each.dtype.is_floating_point for each in inputs if each.kind != "const"}
     divisor = value.args[1] if len(value.args) > 1 else None
@@ -406,7 +409,7 @@ def _is_total(operation: Any, all_floats: bool, may_divide_by_0: bool) -> bool:
 
     Args:
         all_floats: whether all numbers of the forward that it takes are floating numbers.
-        may_divide_by_0: whether it takes only integers, the second of which are of the forward.
+        may_divide_by_0: whether it takes only integers, and its second argument is a value of the forward.
     """
     packet = operation._schema.name.removeprefix("aten::").removesuffix("_")
     if packet in FLOATING:
@@ -476,8 +479,8 @@ def _edits(
 
 
 def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
-    """The edits of generated tokens from those of each step: without positions where all steps have the same. `line`: of the first
-    write.
+    """Merge the edits of each step into edits of generated tokens. An edit that all steps have needs no positions. `line`: the line of the
+    first write.
     """
     of_point: dict[Point, dict[tuple[Edit, ...], list[int]]] = {}
     for step, edits in enumerate(later):
@@ -497,7 +500,7 @@ def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
 
 
 def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, model: Model) -> list[Edit]:
-    """The edits that make a write: of the kinds that can, else programs. Raises _Stays if there are none."""
+    """The edits that make a write: of a kind other than `Apply` if one can, else programs. Raises _Stays if no edits can make it."""
     try:
         made = recorded.once(programs_of, write, model.are_together).at(length)
     except NotRowwise as error:
@@ -512,7 +515,7 @@ def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded
 
 
 def _linear(found: Sequence[tuple[list[int], Made]], write: Write, length: int, phase: str) -> list[Edit] | None:
-    """The edits that make the changes of these rows; None if no kind of edit can make one of them."""
+    """Edits of kinds other than `Apply` that make the changes of these rows; None if a change needs a program."""
     edits: list[Edit] = []
     if len(write.was.shape) != 2:
         return None
@@ -531,7 +534,7 @@ def _linear(found: Sequence[tuple[list[int], Made]], write: Write, length: int, 
 def _programs(
     found: Sequence[tuple[list[int], Made]], write: Write, length: int, phase: str, holds_weights: bool
 ) -> list[Edit]:
-    """The edits for programs, each of these rows. Raises _Stays if they are too many or too large."""
+    """Edits that apply the programs, each to its own rows. Raises _Stays if they are too many or too large."""
     if write.was.part is not None:
         raise _Stays(write.line, "it is about one of a layer's two streams")
     found = [(rows, made) for rows, made in found if made.program.result != INPUT]
@@ -559,15 +562,15 @@ def _programs(
 
 
 def _places(rows: Sequence[int], length: int, phase: str) -> list[dict[str, Any]]:
-    """The fields of an edit that say which rows it changes: by the phase if these are all, and by positions of the prompt."""
+    """Alternative fields that select these rows in an edit: the phase if these are all rows, and positions if they are a prompt's."""
     places: list[dict[str, Any]] = [{"phase": phase}] if len(rows) == length else []
     return places + ([{"positions": tuple(rows)}] if phase == "prefill" else [])
 
 
 def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) -> Sequence[Edit]:
-    """The edits that the registered kinds find for a change; empty if none finds any."""
+    """The edits of the first registered kind that can make a change; empty if none can."""
     if write.was.part is not None and (change.scale != 1 or change.outers):
-        return ()  # with one stream of two, only an added constant is also added to the site's value
+        return ()  # the site's value is the sum of two streams: only a constant changes both alike
     for where in places:
         for kind in kinds().values():
             try:
@@ -581,7 +584,7 @@ def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) 
 def _needs_no_code(found: Lowered, saved_rows: SavedRows, model: Model) -> bool:
     """Whether captures are better than running the code after the step.
 
-    They are not for complete values of the prompt's step alone: the code runs once, and the engine sends saved values faster.
+    They are not better if the code reads only complete values of the prompt's step: it runs once, and the engine sends saved values faster.
     """
     programs = [program for program in saved_rows.programs.values() if program is not None]
     if not saved_rows.programs:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 # The programs of one request, in a new copy; the argument finds the model's own objects.
 Programs = Callable[[Callable[[Any], Any]], Sequence[TraceProgram]]
 
-_FEW_STEPS = 3  # that are checked at least
+_FEW_STEPS = 3  # the least steps that are checked
 _MANY_STEPS = 8  # with more, the last one is left out
 _MOST_BYTES = 1 << 28  # of the values that the code reads in the prompt's step
 _MOST_CONSTANTS = 1 << 24  # bytes; with more, one length and two steps are checked
@@ -104,7 +104,7 @@ class _Unknown(BaseException):
 def steps_to_check(tape: Tape, steps: int) -> int:
     """How many steps of a request show all that its code does: up to the last one that differs from the one before."""
     recorded = [each.steps for each in tape.recordings]
-    # In the last of many steps the code returns, and so differs in any case; in a check it does so earlier.
+    # The last of many recorded steps always differs, because the code returns in it. In a check, which has fewer steps, it returns earlier.
     return min(steps, max(_FEW_STEPS, *(varied_steps(own[: max(len(own) - 1, _MANY_STEPS)]) for own in recorded)))
 
 
@@ -115,7 +115,7 @@ def difference(
     a prompt of one of the lengths has no tape.
 
     Args:
-        lowered: the tape for a prompt of a length.
+        lowered: returns the tape for a prompt of a length.
         lengths: of the prompts to check, one for each check.
         steps: how many to check.
     """
@@ -132,9 +132,9 @@ def difference(
         try:
             check = _Check(model, tape, length, _SPECIAL_ROWS[1 if is_large or number else 0])
             few = min(steps, 2 if is_large else _FEW_STEPS)
-            # The rows of generated tokens are plain in all checks, so one of these suffices for late steps.
+            # The rows of generated tokens are plain in all checks, so only the first check has late steps.
             found = check.run(programs, few if number or steps <= _FEW_STEPS else steps) or check.ending()
-        except Exception as error:  # what cannot be checked is not used
+        except Exception as error:  # a tape that cannot be checked is not used
             found = Difference(0, f"the check of the tape fails: {type(error).__name__}: {error}")
         if found is not None:
             return found
@@ -158,7 +158,7 @@ def _quietly() -> Iterator[None]:
 
 
 class _Check:
-    """One run of a request's code, beside its tape.
+    """Runs a request's code and its tape on the same numbers.
 
     Args:
         special: the prompt's special rows.
@@ -257,7 +257,7 @@ class _Check:
     # The end.
 
     def _reads(self) -> Difference | None:
-        """A point whose rows the code needs, and the tape does not capture."""
+        """The difference if the code reads a point that the tape does not capture."""
         if self._tape.tier is Tier.PLAN:
             return None
         in_steps: Mapping[Point, bool] = self._tape.reads
@@ -268,7 +268,7 @@ class _Check:
         return None
 
     def ending(self) -> Difference | None:
-        """A difference between the outcomes, if the code does not run for the request."""
+        """The first difference between the outcomes. None if the engine runs the code, which then makes the outcome itself."""
         if self._tape.tier is Tier.BEHIND:
             return None
         *earlier, theirs = self._ends
@@ -373,7 +373,7 @@ class _SpecialRows:
 
     Attributes:
         first: the first special row, 0 or 1.
-        changes: of these rows, in turn.
+        changes: the kinds of extreme numbers, which these rows get in turn.
     """
 
     first: int
@@ -393,7 +393,8 @@ class _SpecialRows:
                 row *= tiny if change == "tiny" else huge
 
 
-# Of the first check and the later ones. Saved sums over rows are compared by the largest of them, so one check has no huge rows.
+# The special rows of the first check, and of later ones. The tolerance for saved sums over rows grows with the largest sum, so one check
+# has no huge rows.
 _SPECIAL_ROWS = _SpecialRows(1, ("tiny", "zeros")), _SpecialRows(0, ("huge", "tiny", "zeros", "outliers"))
 
 
@@ -527,12 +528,12 @@ def _far_rows(
 ) -> tuple[int, int] | None:
     """The first row and element where a tape's value is too far from the code's; None if there is none.
 
-    Rounding errors are relative to an element before and after, and to the largest change in its row; those of sums over a row, which are
-    computed in float32, to the largest element. A row that the code leaves alone has to stay as it is, unless a change of one of its two
-    streams may have been lost to rounding.
+    The tolerance grows with an element before and after the edit, and with the largest change in its row. To allow for sums over a row,
+    which are computed in float32, it also grows with the row's largest element. A row that the code leaves alone has to stay as it is,
+    unless a change of one of its two streams may have been lost to rounding.
 
     Args:
-        sizes_TW: of the numbers whose sum the value is.
+        sizes_TW: the sum of the absolute values of the streams whose sum the value is.
     """
     if _same_bits(mine_TW, theirs_TW).all():
         return None
@@ -558,7 +559,7 @@ class _Apart(pickle.Pickler):
     """Pickles saved values for a comparison.
 
     Attributes:
-        tensors: in the order of the pickle, which has only their places.
+        tensors: the tensors, in the order in which the pickle refers to them.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -581,7 +582,9 @@ class _Apart(pickle.Pickler):
 
 
 def _taken_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Bytes that are equal for values with equal types, containers and numbers, and in which the same are one object; and the tensors."""
+    """Bytes, and the tensors. The bytes of two values are equal if their types, containers and numbers are equal, and the same places
+    share one object.
+    """
     pickler = _Apart(buffer := io.BytesIO())
     pickler.dump(value)
     return buffer.getvalue(), pickler.tensors

@@ -206,7 +206,7 @@ class Event:
         return self._shards[ref].join(part, lead)
 
     def note_write(self, body: str, where: Ref) -> None:
-        """Tell the other ranks that `body` writes here. It has to do so on all of them."""
+        """Tell the other ranks that `body` writes here: it has to write here on every rank."""
         self._peers.note(body, "a write to", point_name(self.key), where)
 
     def write_back(self) -> None:

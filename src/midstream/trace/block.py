@@ -206,7 +206,7 @@ def capture(frame: FrameType) -> Block:
 
 
 def with_saves(function: FunctionType) -> FunctionType:
-    """The function with `x.save()` in it meaning `save(x)`, as in the calling block; unchanged if it has no such call, or no source."""
+    """The function, changed so that `x.save()` in it means `save(x)`, as in a block. Unchanged if it has no such call, or no source."""
     if "save" not in function.__code__.co_names or is_installed(function.__code__.co_filename):
         return function
     code = compile_function(function.__code__)

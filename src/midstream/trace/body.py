@@ -113,7 +113,7 @@ class Body:
         has_iterated: whether its code iterates over the steps with the tracer.
         asks_by_number: whether it has asked for a step by number, which is an error if the request ends before it.
         entry: the caller's values when its code began, as its program notes them.
-        order: its number among the bodies of this process that have ended, in the order of their ends; 0 before its own.
+        order: its number among the bodies of this process that have ended, in the order of their ends; 0 until it ends.
     """
 
     forward: Forward
@@ -144,11 +144,11 @@ class Body:
         self._asked: Key | None = None  # the last point that it asked for in its step
         self._reached = -1  # the moment of that point in the forward, on any stage
         self._fetched: set[int | None] = set()  # the memory of other stages' values that were fetched at that point
-        self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # saved copies of those: copy, version, value
+        self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # saved copies of these: copy, version, value
         self._run = run
         self._around = Modes.now()  # torch's modes where the forward last resumed the body
         self._greenlet = greenlet(lambda _=None: self._begin())
-        self._resumer: greenlet | None = None  # the forward's
+        self._resumer: greenlet | None = None  # the greenlet of the forward
 
     @property
     def done(self) -> bool:
@@ -227,7 +227,7 @@ class Body:
 
     def _give_control(self, switch: Callable[[Any], Any], with_what: Any) -> None:
         modes = Modes.now()
-        # Resumed outside of the forward in which it parked.
+        # The body is resumed outside of the forward in which it parked.
         if self.started and modes.inference != self._around.inference:
             with _in_modes(self._around):
                 return self._give_control(switch, with_what)
@@ -419,7 +419,7 @@ class Body:
             self.saves.put(value, value)
             return value
         saved = self._copy(value) if self.in_engine or self.forward.is_live(value) or _is_small_part(value) else value
-        if value.requires_grad:  # its gradient is read at itself, not at a copy
+        if value.requires_grad:  # the trace reads the gradient at the tensor itself, not at a copy
             if self.saves.put_with_gradient(value, saved):
                 return value
         else:
@@ -449,7 +449,7 @@ class Body:
 
 
 def _is_small_part(value: torch.Tensor) -> bool:
-    """Whether it would keep a much larger tensor in memory, of which it is a view."""
+    """Whether the tensor is a view that would keep a much larger tensor in memory."""
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.requires_grad:
         return False
     return value.untyped_storage().nbytes() > 2 * value.nbytes + (1 << 16)

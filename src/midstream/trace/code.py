@@ -27,7 +27,7 @@ from midstream.tree import map_tensors
 
 RETURNED = "return"  # the name of a function's return value among the saved values
 STOPPED = "trace:stop"  # the stop reason of a request that `tracer.stop()` has ended
-# The name of what a trace has left in the caller's containers among the saved values: see `Changes.left`.
+# The name, among the saved values, of the new contents of the caller's containers: see `Changes.left`.
 LEFT = "trace:left"
 
 
@@ -126,7 +126,7 @@ class BlockProgram(TraceProgram):
     """A with-block. Its saved variables come back.
 
     Attributes:
-        injected: names with another value where the block runs: the tracer.
+        injected: the names whose values differ where the block runs, with these values: the tracer.
         saved: captured names whose object was saved above the block.
     """
 
@@ -203,7 +203,7 @@ class StandingEdit(TraceProgram):
         self.program, self.has_name = program, has_name
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
-        """The values that it saved; a list with one for each step, if a name was saved in several."""
+        """The values that it saved. A name that was saved in several steps has a list with a value for each."""
         saved: dict[str, list[Any]] = {}
         body, step = current_body(), 0
         while not body.has_iterated and body.wait_for_step(step):
@@ -329,7 +329,7 @@ class Outcome(Found):
 
     Attributes:
         stopped: whether the body called `tracer.stop()`.
-        order: of several outcomes, the one with the largest number has the last contents of the caller's objects.
+        order: numbers the outcomes. The one with the largest number has the last contents of the caller's objects.
         name: of the body.
         steps: in how many steps the body took part.
         saved: whether the body has saved any value, even one that has no name to come back under.
@@ -374,7 +374,7 @@ def _give_callers_classes(values: Any) -> None:
         value = rest.pop()
         kind = type(value)
         if (original := ORIGINALS.get(kind)) is not None:
-            with contextlib.suppress(TypeError):  # of a class with a memory layout of its own
+            with contextlib.suppress(TypeError):  # the class has a memory layout of its own
                 object.__setattr__(value, "__class__", original)
         if id(value) in seen or issubclass(kind, (str, bytes, int, float, torch.Tensor)):
             continue

@@ -62,10 +62,10 @@ _LAYOUTS = (
     OrderedDict,
     defaultdict,
 )  # classes in C whose instances have no other state than what is read here
-_HEAP_TYPE = 1 << 9  # of a class's flags: it is written in Python
+_HEAP_TYPE = 1 << 9  # the flag of a class that is written in Python
 _MOST_OBJECTS = 10_000  # that are numbered
 _HASHED_BYTES = 1 << 20  # larger arrays are not checked for changes
-_INNER = "[]"  # ends the name of an object that is in another one, whose name it has
+_INNER = "[]"  # follows a container's name in the name of an object that is in the container
 # Values that never change, and contain no others.
 _ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, range, slice, type, CodeType, EllipsisType, NotImplementedType)
@@ -79,7 +79,7 @@ _MADE_KINDS = frozenset(_MADE.values())
 FACTORIES: dict[str, type] = {
     each.__name__: each for each in (list, tuple, set, frozenset, deque, dict, int, float, str)
 }
-# What a class's variables are if they are code.
+# The types of a class's variables that are code.
 _IN_CLASSES = (
     FunctionType,
     GetSetDescriptorType,
@@ -186,7 +186,9 @@ def _has_variables(kind: type) -> bool:
 
 @_once_for_class
 def _has_own_state(kind: type) -> bool:
-    """The same for the caller's classes, and those of Python's library that leave pickling to Python."""
+    """Whether a class is the caller's, or one of Python's library that leaves pickling to Python, and its instances are nothing but their
+    attributes and items.
+    """
     if kind is SimpleNamespace or _is_callers(kind):
         return True
     return _module(kind) in sys.stdlib_module_names and pickles_by_default(kind) and _is_plain(kind)
@@ -197,7 +199,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _module(kind: type) -> str:
-    """The first part of the name of the module that a class is of."""
+    """The top-level package of a class's module."""
     return str(kind.__module__).partition(".")[0]
 
 
@@ -269,11 +271,13 @@ def _delete_attribute(owner: Any, name: str) -> None:
 
 
 def _parts(name: str, value: Any, with_atoms: bool = False) -> Iterator[tuple[str, Any]]:
-    """The objects that one leads to, with their names. Without `with_atoms`, numbers and texts are left out if there are no others."""
+    """The objects that an object leads to, with their names. Without `with_atoms`, skips the items of a container that has only values
+    such as numbers and texts.
+    """
     kind, inner = type(value), name if name.endswith(_INNER) else f"{name}{_INNER}"
     if issubclass(kind, (MethodType, BuiltinFunctionType, MethodWrapperType)):
         yield inner, value.__self__
-    elif kind is FunctionType and is_installed(value.__code__.co_filename):  # it may be around the caller's functions
+    elif kind is FunctionType and is_installed(value.__code__.co_filename):  # it may wrap the caller's functions
         around = [*closure_of(value).values(), *vars(value).values()]
         around += [each for part in around if type(part) is MappingProxyType for each in part.values()]
         yield from ((name, each) for each in around if type(each) is FunctionType)
@@ -338,7 +342,7 @@ def all_is_saved(container: Any, saves: Saves) -> bool:
 
 
 def _state(value: Any) -> tuple[list[Any] | None, dict[str, Any] | None, Any]:
-    """Its items, its attributes, and for other objects what differs once they have changed."""
+    """An object's items and attributes. If it has neither, a version, which differs once the object has changed."""
     items = None if issubclass(type(value), tuple) else items_of(value)
     attributes = attributes_of(value)
     return items, attributes, _version(value) if items is None and attributes is None else None
@@ -355,7 +359,7 @@ def _version(value: Any) -> Any:
     if issubclass(kind, np.ndarray) or _module(kind) in sys.stdlib_module_names or is_written_by_caller(kind):
         with contextlib.suppress(Exception):  # it cannot be pickled
             once, again = (_copied(value.__reduce_ex__(4)) for _ in range(2))
-            return once if _same_version(once, again) else None  # some make new objects each time
+            return once if _same_version(once, again) else None  # some objects make new parts each time
     return None
 
 
@@ -395,7 +399,7 @@ class Callers:
     """The caller's objects that code can reach from `values`, with numbers.
 
     Attributes:
-        names: of each object: `found`, `self.found`, or `found[]` for one in it.
+        names: the name of each object: `found`, `self.found`, or `found[]` for an object in `found`.
         objects: the objects.
     """
 
@@ -451,7 +455,7 @@ class Callers:
         return self.names[number].removesuffix(_INNER)
 
     def numbers(self) -> dict[int, int]:
-        """The number by the id of each object that is not known to differ from the caller's own."""
+        """The number of each object by its id. Leaves that may differ from the caller's own are left out."""
         found = {id(each): number for number, each in enumerate(self.objects)}
         for key, version in self._versions.items():
             each = self.objects[found[key]]
@@ -499,7 +503,7 @@ class Changes:
             if (name := callers.group(number)) in members:
                 members[name].append(number)
         self.mutated = [name for name in groups if not self._has_saved(map(callers.objects.__getitem__, members[name]))]
-        if self.mutated and len(self.mutated) < len(groups):  # an object in one that comes back comes back, too
+        if self.mutated and len(self.mutated) < len(groups):  # objects in one that comes back also come back
             back = [callers.objects[number] for name in members.keys() - self.mutated for number in members[name]]
             inside = set(map(id, _reach(filter(is_container, back))))
             self.mutated = [
@@ -540,7 +544,7 @@ class Changes:
             self._attributes[number] = changed, gone
 
     def _replace(self, number: int, value: Any, leaves: Collection[int]) -> None:
-        """Bring an object back that holds one of these tensors or other objects, which have changed."""
+        """Bring an object back if it holds one of the `leaves`: tensors and other objects that have changed."""
         if is_container(value) and any(id(each) in leaves for each in _reach(items_of(value) or ())):
             self._kept.append(number)
         found = {name: each for name, each in (attributes_of(value) or {}).items() if id(each) in leaves}
@@ -551,7 +555,7 @@ class Changes:
     def left(self, values: Mapping[str, Any]) -> Any:
         """The new contents of the caller's objects as plain data, with the values by name that contain any of these objects.
 
-        None if there are none, and where the code has run on the caller's own objects.
+        None if they contain none of the caller's objects, or if the code has run on the caller's own objects.
         """
         if not self._callers.are_copies:
             return None

@@ -19,7 +19,7 @@ from midstream.tree import map_objects
 
 
 def showing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Have the code in the block see tensors on this device where an engine would have them there."""
+    """Show the code in the block this device for the tensors that an engine would have on it."""
     return contextlib.nullcontext() if device.type == "cpu" else _Devices(device)
 
 
@@ -41,7 +41,7 @@ class _Devices(TorchFunctionMode):
         to_cpu = func is torch.Tensor.cpu or any(each.startswith("cpu") for each in asked)
         tensors: list[torch.Tensor] = []
         map_objects((tuple(args), kwargs), torch.Tensor, lambda each: tensors.append(each) or each)  # type: ignore[func-returns-value]
-        was_on_cpu = all(id(each) in self._on_cpu for each in tensors)  # also of a function that makes a tensor
+        was_on_cpu = all(id(each) in self._on_cpu for each in tensors)  # also true for a function that takes no tensors
         if func is torch.Tensor.cuda:
             found = args[0]
         else:

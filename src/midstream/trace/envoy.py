@@ -130,7 +130,7 @@ class SourceCall(CallPoints):
         return inside
 
     def inside(self) -> InnerSource:
-        """`source`, without making the forward report those calls."""
+        """The same as `source`, but the forward does not start to report the calls."""
         path, _, name = self._key
         source = Source(self._forward, path)._source
         if source.is_assignment(name):
@@ -529,7 +529,7 @@ class ModelEnvoy(Envoy, Sizes):
 
     @property
     def attention_probabilities(self) -> AttentionProbabilities:
-        """`attention_probabilities[i]` are those of layer i between the prompt's tokens, `[heads, queries, keys]`. The row of a query
+        """`attention_probabilities[i]`: the attention of layer i between the prompt's tokens, `[heads, queries, keys]`. The row of a query
         sums to 1, less the share of a sink. They can be read in step 0, and not written.
         """
         return AttentionProbabilities(self._arch, self._forward)
@@ -640,7 +640,7 @@ class AbsentModel(ModelEnvoy):
 
     Args:
         text_config: returns the model's transformers configuration.
-        refuse: raises for the reason that it gets. It is called where the code needs the modules.
+        refuse: raises an error with the given reason. It is called where the code needs the modules.
     """
 
     def __init__(

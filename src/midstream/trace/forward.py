@@ -57,8 +57,7 @@ class Forward:
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of the bodies that a barrier has released.
         attached: path -> names of the caller's modules there.
-        calling: called with a body's name and the arguments of a layer that the body calls; the call is made in the block that it
-            returns.
+        calling: returns the context manager around a body's call of a layer; gets the body's name and the arguments of the call.
         live_storages: the memory of the tensors that traces on transformers have read in this step.
     """
 
@@ -138,7 +137,7 @@ class Forward:
         self.overrides.setdefault(key, []).append((body, value))
 
     def apart(self, body: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module on a value of a body. The points that it passes do not count."""
+        """Call a module on a value of a body. The points that the call passes are not reported."""
         self.muted = True
         try:
             with self.calling(body, (args, kwargs)):
@@ -229,7 +228,7 @@ class Forward:
 # `.source`
 
 _DISPATCH, _ASSIGNED = "__midstream_call__", "__midstream_assigned__"
-# Builtins that only the forward itself may call, since they read its frame.
+# Builtins that read the caller's frame, so that the forward itself has to call them.
 _READ_THE_FRAME = ("locals", "globals", "vars", "dir", "eval", "exec")
 
 
@@ -266,7 +265,7 @@ class ForwardSource:
         return [each for each in self.called if each.rpartition("_")[0] == stem]
 
     def within(self, name: str) -> ForwardSource | None:
-        """The source of the function that a call calls, if it is a global; else None, as it is known only during a forward."""
+        """The source of the function that a call calls, if it is a global; else None: it is known only during a forward."""
         called: Any = self.scope.get((parts := self.called.get(name, "").split("."))[0])
         for attribute in parts[1:]:
             called = getattr(called, attribute, None)
@@ -392,7 +391,7 @@ def _definition(function: FunctionType) -> tuple[str, ast.FunctionDef]:
 def _decorated(wrapper: Any) -> str | None:
     """The closure variable that holds the function which a decorator's wrapper calls.
 
-    None if the wrapper calls no closure variable, or several. It is then traced itself, so that the call that it makes is reported.
+    None if the wrapper calls no closure variable, or several. The wrapper itself is then rewritten, and its own calls are reported.
     """
     if not isinstance(wrapper, FunctionType) or not wrapper.__closure__:
         return None

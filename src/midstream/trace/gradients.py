@@ -16,7 +16,7 @@ from midstream.trace.code import BlockProgram, FunctionProgram, StandingEdit, Tr
 from midstream.trace.containers import contents
 from midstream.trace.saves import closure_of
 
-# Names in the code that ask for them; `__backward__` stands for `with loss.backward():`.
+# Names in code that asks for gradients; `__backward__` stands for `with loss.backward():`.
 _NAMES = frozenset(
     "backward __backward__ grad retain_grad requires_grad requires_grad_ register_hook autograd enable_grad set_grad_enabled".split()
 )
@@ -73,7 +73,7 @@ def _names_gradients(code: types.CodeType) -> bool:
 
 
 def _codes(code: types.CodeType, values: list[Any], known: Mapping[str, Any]) -> Iterator[types.CodeType]:
-    """The code, that of its nested functions, and that of the functions and methods that it calls, as far as their names tell.
+    """The code itself, the code of its nested functions, and the code of the functions and methods that it uses by name.
 
     Args:
         values: the values that the code uses.

@@ -30,7 +30,7 @@ class Value:
 
     Attributes:
         kind: "read" is a site's value, "const" a tensor from outside of the recording, "call" the result of a PyTorch operation, "put" a
-            tensor with other numbers in a view of it, and "module" the output of a module of the model.
+            tensor after a write to a view of it, and "module" the output of a module of the model.
         target: a read's point, a const's tensor, a call's operation, a put's view, or a module's path.
         args, kwargs: of a call or module; a put has the tensor and the new numbers as its arguments.
         out: the index of the result, if a call has several; or the argument that the call changes in place, by place or name.
@@ -109,7 +109,7 @@ def repeats(one: StepGraph, before: StepGraph) -> bool:
 
 
 def varied_steps(steps: Sequence[StepGraph]) -> int:
-    """The number of steps before all later ones repeat the one before them; at least 2."""
+    """The number of steps after which every step repeats the step before it; at least 2."""
     return next((i + 1 for i in range(len(steps) - 1, 1, -1) if not repeats(steps[i], steps[i - 1])), 2)
 
 
@@ -117,7 +117,7 @@ def same_steps(one: Sequence[StepGraph], other: Sequence[StepGraph]) -> bool:
     """Whether two recordings did the same. The prompts may have different lengths."""
     if len(one) != len(other):
         return False
-    pairs: dict[int, Value] = {}  # id of a value of the one -> that of the other
+    pairs: dict[int, Value] = {}  # id of a value in `one` -> the same value in `other`
     return all(_same_step(a, b, pairs) for a, b in zip(one, other, strict=True))
 
 

@@ -24,7 +24,7 @@ class Interleaver(Forward):
 
     Attributes:
         bodies: by name, in the order in which they were added.
-        rows: of the step's bodies.
+        rows: the rows of each body of the step, by name.
         last_rows: the rows of logits and samples of the step's bodies.
     """
 

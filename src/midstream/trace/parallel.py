@@ -130,11 +130,11 @@ class Stage:
         raise NotImplementedError
 
     def publish(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
-        """Compute a value of this stage and let the other stages fetch it. If that raises, they get an error."""
+        """Compute a value of this stage and let the other stages fetch it. If the computation raises, they get an error."""
         raise NotImplementedError
 
     def claim(self, stage: int, body: str, number: int) -> Claim:
-        """While the claim lives, this stage may fetch the value of another stage."""
+        """Claim a value of another stage: this stage may fetch it while the claim lives."""
         raise NotImplementedError
 
     def fetch(self, origin: Origin) -> Any:
@@ -231,7 +231,7 @@ class StageValue(Opaque):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Makes `isinstance(x, tuple)` true for tuples, since traces ask that of a module's output."""
+        """Makes `isinstance(x, tuple)` true for tuples, since traces test a module's output in this way."""
         return StageValue if self._origin.width is None else tuple
 
     def __repr__(self) -> str:

@@ -124,7 +124,7 @@ class Recording:
         sizes: every size of a value of the forward that it looks at.
         may_raise: the line of an operation whose errors depend on numbers of the forward.
         watched: the points whose values a cache keeps in all later steps, with the line.
-        changes_process: whether it changes the process that runs it; then another recording there may not see that.
+        changes_process: whether it changes the process that runs it. A later recording in the same process may not notice the change.
     """
 
     steps: list[StepGraph]
@@ -140,7 +140,7 @@ class Recording:
 
     @cached_property
     def varied(self) -> int:
-        """As `graph.varied_steps`."""
+        """The number of steps after which every step repeats the step before it (`graph.varied_steps`)."""
         return varied_steps(self.steps)
 
 
@@ -193,7 +193,7 @@ def record(program: TraceProgram, model: Model, tokens: int, steps: int, has_arr
 
     found.values = map_objects(found.values, StandIn, noted)  # a copy: later recordings fill the same containers
     own = {id(value) for graph in notes.steps for value in graph.values}
-    has_others = any(id(each.memory.value) not in own for each in kept)  # of another body, in a container of both
+    has_others = any(id(each.memory.value) not in own for each in kept)  # values of another body, in a shared container
     returns = not is_plain(found.values)
     if body.has_iterated:  # the request may end earlier
         returns = returns or any(value is not None for value in found.values.values())
@@ -254,7 +254,7 @@ def _is_tensor(value: Any) -> bool:
 def _seeing(notes: Notes, printed: _PrintedOutput) -> Iterator[None]:
     """Record what the code in the block does. Before it acts on the outside world, the recording ends."""
     _watch_events()
-    is_installed("")  # looks at the folders of modules, which the recording may not
+    is_installed("")  # reads folders now and caches the result: reading them during the recording would end it
     token = _WATCHED.set(notes)
     try:
         with (
@@ -270,7 +270,7 @@ def _seeing(notes: Notes, printed: _PrintedOutput) -> Iterator[None]:
 
 
 class _Fingerprint(CodePickler):
-    """Pickles code whose model is the one of `Model.resolve`."""
+    """Pickles code in which the model's objects are those that `Model.resolve` returns."""
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is str:  # whether two equal texts are one object depends on what else the process has
@@ -307,7 +307,7 @@ def _without_class_ids(data: bytes) -> bytes:
 
 
 def _settings() -> dict[str, Any]:
-    """What code may change in its process, apart from variables."""
+    """The settings of the process that code may change, apart from variables."""
     arrays: Any = np.random.get_state()
     return {
         "the random numbers of Python": random.getstate(),
@@ -408,7 +408,7 @@ class RecordedBody(Body):
 
     @property
     def tokens(self) -> int:
-        """Of the present step."""
+        """The number of tokens in the present step."""
         return self._tokens if self.now == 0 else 1
 
     def wait_for_step(self, step: int) -> bool:
@@ -478,7 +478,7 @@ class RecordedBody(Body):
         return self.notes.new(value)
 
     def watch(self, key: Key) -> None:
-        """A cache gets the values at this point from now on."""
+        """Note that a cache gets the values at this point from now on."""
         point = self._model.values.get(key)
         if point is None:
             self.notes.end(f"a cache of {point_name(key)}, which is not the value of a site")
@@ -711,7 +711,7 @@ class _PrintedOutput(io.StringIO):
 
 
 _WATCHED: ContextVar[Notes | None] = ContextVar("midstream_watched", default=None)
-# Of Python's audit events, those of acts on the outside world.
+# The beginnings of the names of Python's audit events for acts on the outside world.
 _EVENTS = tuple(
     "open os. socket. subprocess. shutil. tempfile. ctypes. urllib. sqlite3. _thread. signal. sys.settrace sys.setprofile".split()
 )
@@ -729,7 +729,7 @@ def _watch_events() -> None:
 
 
 def before_act(what: str, watched: Any = _WATCHED) -> None:
-    """End the recording, if one is under way, before its code acts on the outside world. Imports are part of no code."""
+    """End the recording, if one is under way, before its code acts on the outside world. An import does not end it."""
     if (notes := watched.get()) is None:
         return
     frame: Any = sys._getframe(1)

@@ -107,7 +107,7 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
 
 @functools.lru_cache(maxsize=1024)
 def compile_function(code: CodeType) -> CodeType | None:
-    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable.
+    """The code of a function, with `x.save()` replaced by `__save__(x)`. `__save__` is one more free variable.
 
     None if it has no such call, if its definition is not found, or if the file was edited after it was loaded.
     """
@@ -327,7 +327,7 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], at: ast.
 
 
 class _BoundNames:
-    """The names that statements bind (`bound`), and those that they may read before (`early`).
+    """The names that statements bind (`bound`), and the names that they may read before they bind them (`early`).
 
     The statements are walked in order. `sure` holds the names that are certainly bound so far.
     """
@@ -405,7 +405,7 @@ class _BoundNames:
                 after = self.branch(body)
                 if any(getattr(getattr(item.context_expr, "func", None), "attr", "") == "invoke" for item in items):
                     self.sure = (
-                        after  # or a notebook cell, run again, would give the first run's value to the next invoke
+                        after  # else the next invoke of a notebook cell that runs again would get the first run's value
                     )
             case ast.Try() | ast.TryStar():
                 self.branch(node.body + node.orelse)

@@ -1,4 +1,4 @@
-"""The values that a trace has saved. Placeholders stand for all others in the caller's process."""
+"""The values that a trace has saved. In the caller's process, placeholders stand for the values that it set and did not save."""
 
 from __future__ import annotations
 
@@ -172,6 +172,6 @@ for _use in (*(r + name for name in (*BINARY, "divmod") for r in ("", "r")), *UN
 
 
 def refuse(value: Any) -> None:
-    """Raise UnsavedError if `value` is such a placeholder."""
+    """Raise UnsavedError if `value` is an `Unsaved` placeholder."""
     if isinstance(value, Unsaved):
         value._raise()

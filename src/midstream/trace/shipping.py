@@ -87,7 +87,7 @@ class CodePickler(cloudpickle.Pickler):
 
 
 def _operation(obj: Any) -> Any:
-    """How to pickle `torch.ops`, or a namespace or an operation of it: as the attribute of what contains it. None for other objects."""
+    """How to pickle `torch.ops`, or a namespace or an operation in it: as an attribute of its parent. None for other objects."""
     if obj is torch.ops:
         return getattr, (torch, "ops")
     if isinstance(obj, torch._ops._OpNamespace):
@@ -131,7 +131,7 @@ def _make_singledispatch(default: Any, registry: list[tuple[type, Any]]) -> Any:
 
 
 def _make_class(maker: Callable[..., type], args: tuple[Any, ...], apart: bool = False) -> type:
-    """A class that came by value. In the process that sent it, a copy, since cloudpickle would put copied methods into the class itself."""
+    """A class that came by value. In the process that sent it, this is a copy: cloudpickle would put copied methods into the original."""
     original = _SENT.get(args[-2])
     if original is None:
         return maker(*args[:-2], None, args[-1]) if apart else maker(*args)
@@ -333,7 +333,7 @@ def _is_own(module: Any) -> bool:
 
 
 def _unsendable(program: TraceProgram) -> Iterator[tuple[str, Any]]:
-    """The variables that cannot be pickled, also those of functions and modules that it uses."""
+    """The program's variables that cannot be pickled, and such variables of the functions and modules that it uses."""
     rest: list[tuple[str, Any]] = []
     if isinstance(program, BlockProgram):
         rest += [(name, value) for name, value in program.block.captured.items() if name not in program.injected]

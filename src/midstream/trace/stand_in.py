@@ -36,7 +36,7 @@ class StandInMemory:
     """The numbers that one or several stand-ins share.
 
     Attributes:
-        value: the present one.
+        value: the present value.
         version: how often it has changed.
         line: of the last change.
         views: the values of its views, until the next change.
@@ -131,12 +131,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
 
 
 class UnknownRowCount(int):
-    """The number of rows of a stand-in whose rows may be of any number. It may only be a size of another tensor, as in `h.view(h.shape[0],
-    8, -1)`: whatever else depends on it ends the recording.
+    """The number of rows of a stand-in that stands for any number of rows. It may only be a size of another tensor, as in
+    `h.view(h.shape[0], 8, -1)`. Every other use of it ends the recording.
     """
 
     end: Callable[[str], NoReturn]
-    times: int  # the size, in rows
+    times: int  # the size as a multiple of the number of rows
 
     def _used(self, *_: Any) -> NoReturn:
         self.end("it depends on the number of tokens")
@@ -182,7 +182,8 @@ class _Facts:
 _INDEXING = frozenset(
     "index index_put index_put_ index_select gather scatter scatter_ take embedding index_copy_ index_add_".split()
 )
-# Operations that give places along an axis, and which of their results these are. Others that keep an argument's numbers.
+# `_PLACES`: operations that return places along an axis -> the index of that result; None if it is the only one. `_KEEPS`: operations whose
+# results have the numbers of their argument.
 _PLACES = {
     "topk": 1,
     "sort": 1,
@@ -215,7 +216,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _places_of(value: Value) -> int | None:
-    """How many places the indices in a value may name: they are at least 0 and below this. None if that is unknown."""
+    """A bound on the indices in a value: they are at least 0 and below it. None if no bound is known."""
     while value.kind == "call" and (name := value.target._schema.name.removeprefix("aten::")) in _KEEPS:
         value = value.args[0]
     if value.kind != "call" or name not in _PLACES or value.out != _PLACES[name]:
@@ -269,8 +270,8 @@ class Notes:
         steps: the graphs of the steps so far.
         reason: why the recording ended, with `line`; None if it has not.
         sizes: every size that the code has looked at.
-        rows: if the code has to be the same for any number of rows, the number that its stand-ins have: a prime, so that no other size is a
-            multiple of it; else None.
+        rows: the number of rows of the stand-ins if the code has to do the same for any number, else None. It is a prime, so that no other
+            size is a multiple of it.
         makes_numbers: whether the code has taken a number of the forward.
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
@@ -413,7 +414,7 @@ class Notes:
         has_unknown = any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors)
         if facts.may_raise and has_unknown and not self._fit(func, args, kwargs):
             self.may_raise = self.may_raise or self.at()
-        if facts.squeezes:  # the number of axes depends on sizes; only that of the tokens is known not to be 1
+        if facts.squeezes:  # the result depends on which sizes are 1; the number of tokens is known not to be 1
             axes = _named(func, args, kwargs).get("dim", range(args[0].ndim))
             sizes = [_shape_of(args[0])[axis] for axis in ([axes] if isinstance(axes, int) else axes)]
             self.sizes.append([None if size == self.steps[-1].tokens else size for size in sizes])
@@ -463,11 +464,11 @@ class Notes:
         """The results on the meta device, with their shapes. Steps repeat, so most results are known."""
         key: Any = None
         try:
-            # Known indices have to lie in the tensor: the zeros have sizes, and the indices have their numbers.
+            # Run with the real numbers of known indices, and zeros for unknown tensors: PyTorch checks that the indices lie in the tensor.
             if any(not (isinstance(t, StandIn) or t.dtype.is_floating_point) and t.ndim for t in tensors):
                 args, kwargs = map_tensors((tuple(args), kwargs), lambda _, tensor: self._zeros(tensor))
                 return map_tensors(func(*args, **kwargs), lambda _, tensor: tensor.to("meta"))
-            # Views share the memory of these very tensors, and changes in place change their shapes.
+            # Do not cache a view, which shares the memory of these very tensors, or a change in place, which may change their shapes.
             if not (facts.is_view or facts.changes):
                 key = func, self._described(args), self._described(sorted(kwargs.items())), torch.get_default_dtype()
             if key is None or key not in self._results:
@@ -537,7 +538,7 @@ def _converted(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return aten._to_copy.default(tensor, **kwargs)  # type: ignore[no-any-return]
     key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
     if key not in _CONVERTED:
-        # The copy reserves the place for this content.
+        # The copy in the table keeps the tensor's address from being used for other content.
         _CONVERTED[key] = lazy_copy(tensor), aten._to_copy.default(tensor, **kwargs)
     return lazy_copy(_CONVERTED[key][1])
 
@@ -673,7 +674,7 @@ def _data(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
 
 
 def _one_hot(notes: Notes, func: Any, tensor: torch.Tensor, num_classes: int = -1) -> Any:
-    """PyTorch checks the numbers of ordinary tensors alone."""
+    """Note whether the call may raise. PyTorch checks the numbers of ordinary tensors, but not those of stand-ins."""
     places = _places_of(notes.value_of(tensor))
     if places is None or places > num_classes:
         notes.may_raise = notes.may_raise or notes.at()

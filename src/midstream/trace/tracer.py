@@ -303,7 +303,7 @@ class _CachePath:
 
 
 def _path_of(module: Any, tree: Collection[str], aliases: Mapping[tuple[str, str], str]) -> Any:
-    """The path of a module, or of a path in the user's names, also with nnsight's `model.` for the model itself."""
+    """The path in `tree` of a module or a path. A path may use the user's names, and begin with `model.` for the model, as in nnsight."""
     path = getattr(module, "_path", module)
     if not isinstance(path, str):
         return path

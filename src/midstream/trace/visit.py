@@ -99,8 +99,8 @@ class _Handed:
         write: writes it to the forward.
         view: the site whose value it is; None for a leaf of the module's own value.
         version: its version when it was read or written last; None if it has to be written.
-        seen: its content at that time, if versions may miss a change: on a CPU, where numpy and `.data` change it silently; elsewhere for a
-            tensor without versions, if the point has other views. Without other views such a tensor is always written.
+        seen: its content at that time, where versions may miss a change: on a CPU, because numpy and `.data` change tensors silently; and
+            elsewhere for a tensor without versions, if the point has other views. Else a tensor without versions is always written.
     """
 
     value: torch.Tensor
@@ -157,7 +157,7 @@ class Visit:
         self._raw: Any = None
         self._has_raw = False
         self._sites: dict[Binding, torch.Tensor] = {}
-        # A tensor put at a site with another shape, dtype or device, and a tensor that has the site's.
+        # For a site that was set to a tensor of another shape, dtype or device: this tensor, and one that has the site's.
         self._sources: dict[Binding, tuple[_Handed, torch.Tensor]] = {}
 
     def _write(self, ref: Ref, value: torch.Tensor, tokens: bool, in_place: bool = False) -> None:
@@ -198,8 +198,8 @@ class Visit:
         self._followed.append((copy, copy._version, written))
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of the trace's own. While the trace is at this point, its edits are written to the forward's tensor, whose memory other
-        modules may use, too.
+        """A tensor that the trace may change in place, although other modules may use the memory of the forward's tensor. The visit passes
+        the changes on to the forward.
         """
         if not self.rows.aliases:
             return value
@@ -221,7 +221,7 @@ class Visit:
         return self._raw
 
     def set_raw(self, value: Any) -> None:
-        """Replace it. Raises ShapeError unless `value` has the same structure and shapes."""
+        """Replace the value. Raises ShapeError unless `value` has the same structure and shapes."""
         current = self.raw()
         if value is current:
             return

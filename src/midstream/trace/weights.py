@@ -31,7 +31,7 @@ from midstream.tree import is_raw, lazy_copy
 LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
 _ALIGNMENT = 16  # bytes of the largest element of a tensor
 _PIECE = 1 << 24  # bytes that one thread compares
-_MANY = 300  # tensors and arrays of one part of memory, above which they are not compared pairwise
+_MANY = 300  # if more tensors and arrays lie in one part of memory, they are not compared pairwise
 _CPU = torch.device("cpu")
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -85,8 +85,8 @@ class _MemoryLayout(NamedTuple):
     """The layout of a tensor or an array in memory. Strides are in bytes.
 
     Attributes:
-        is_conj, is_neg: of a tensor that is a lazy conjugate or negative.
-        is_writable: of an array.
+        is_conj, is_neg: whether it is a tensor that is a lazy conjugate, or a lazy negative.
+        is_writable: whether an array is writable.
         owns: whether it is an array with memory of its own, which can be resized.
     """
 
@@ -167,7 +167,7 @@ class _CallersTensor:
         return isinstance(self.value, np.ndarray)
 
     def alone(self) -> _CallersTensor:
-        """A dense copy, if most of the memory between its elements is not its own; else itself."""
+        """A dense copy if its elements fill less than half of its range in memory; else itself."""
         begin, end = self.range
         if end - begin <= 2 * self.layout.nbytes:
             return self
@@ -255,7 +255,7 @@ class Weights:
         `table`.
         """
         head, _ = self.table()
-        numbered: dict[int, int] = {}  # a block by its address -> by the first tensor in it
+        numbered: dict[int, int] = {}  # the index of a block -> its number, in the order of the tensors
         places = []
         for number, place in sorted(head.places.items()):
             block = numbered.setdefault(place.block, len(numbered))
@@ -305,8 +305,8 @@ def _parts(taken: Sequence[_CallersTensor]) -> Iterator[list[_CallersTensor]]:
 
 
 def _split(group: list[_CallersTensor]) -> list[list[_CallersTensor]]:
-    """Groups of those whose ranges overlap. If most of the range is unused, those that only lie between the others' elements are
-    separated.
+    """Split a group whose ranges in memory overlap. If the group fills less than half of its range, tensors that only lie between the
+    elements of others are separated from these.
     """
     if len(group) == 1:
         return [[group[0].alone()]]
