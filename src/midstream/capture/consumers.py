@@ -56,7 +56,7 @@ class CaptureInfo:
     Attributes:
         request_id: the engine's id of the request. It may have been used before.
         prompt_token_ids: the prompt.
-        prompt_length: positions from here on were generated. The length of `prompt_token_ids` if not given; prompts of
+        prompt_length: the position of the first generated token. By default the length of `prompt_token_ids`; prompts of
             embeddings have no ids.
         engine: identifies the engine if several write to one directory. All ranks of an engine have the same.
         stage: the pipeline stage whose layers these are, and the number of stages; (0, 1) if all layers come together.
@@ -180,8 +180,8 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
     raise CaptureError(f"no installed package offers the consumer {name!r} (entry points {GROUP!r}): {hint}")
 
 
-# Seconds for which ended requests wait for others, so that files are written for many requests together: any request, and those of
-# `collect` while others of it run.
+# Seconds for which ended requests wait for others, so that files are written for many requests together: `COLLECT_LINGER` if all of them
+# are of `collect`, else `LINGER`.
 LINGER, COLLECT_LINGER = 0.2, 10.0
 
 
@@ -223,8 +223,8 @@ class ConsumerThread:
         queue_bytes: the limit for rows that are queued or being taken. Any one entry fits into an empty queue.
 
     Attributes:
-        queue: of the consumer's calls. Closed, it refuses new requests: after the engine's end, or after it was idle for too long. The
-            consumer still takes what is queued.
+        queue: the calls that the consumer has yet to get. It is closed when the engine ends, or after it was idle for too long; then it
+            refuses new requests, and the consumer still takes what is queued.
     """
 
     def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
@@ -234,7 +234,7 @@ class ConsumerThread:
         self._consumer: RowConsumer | None = None
         self._takes_when = False
         self.queue: BoundedQueue[_QueuedCall] = BoundedQueue(queue_bytes)
-        self._changed = self.queue.changed  # guards what follows, too
+        self._changed = self.queue.changed  # also guards the attributes below
         self._open: set[Delivery] = set()
         self._unflushed: list[Delivery] = []  # of ended requests, until the consumer has flushed them
         self._unflushed_since = self._used = time.monotonic()
@@ -469,7 +469,7 @@ class ConsumerThread:
             self._finish(delivery)
 
     def _flush(self) -> bool:
-        """Have the consumer write the ended requests. Only then they are done."""
+        """Have the consumer write the ended requests, which finishes them."""
         batch = self._unflushed
         self._flush_error = error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
         for delivery in batch:

@@ -497,10 +497,10 @@ class Store(Mapping[str, StoredCapture]):
 
     Args:
         only: the names to list, in this order; None for all, in the order in which each writer wrote them.
-        listing: a refreshed one of the directory. Given with `only`, the store reads only the index lines of those names.
+        listing: a refreshed `Listing` of the directory. Given with `only`, the store reads only the index lines of those names.
 
     Attributes:
-        bad: of a store that `collect` returns, the number of each prompt that it left out or cut, and why.
+        bad: in a store from `collect`, the reason for each prompt that was left out or cut, by the number of the prompt.
     """
 
     bad: Mapping[int, str] = MappingProxyType({})
@@ -583,13 +583,13 @@ class Store(Mapping[str, StoredCapture]):
             site, layer: of the rows. With a list of either, a batch is a dict by (site, layer) of rows of the same tokens. A site may be a
                 hook of TransformerLens with its layer: `"blocks.14.hook_resid_post"`.
             batch_size: rows of a batch.
-            shuffle: whether rows come in random order: requests in random order, and the rows of `buffer_rows` rows mixed.
+            shuffle: whether rows come in random order: requests in random order, and rows mixed within buffers of `buffer_rows`.
             seed: another seed gives another order. Each epoch has another order, too.
             epochs: passes over all rows, each with a shorter batch at its end if need be. None: endless.
             workers: how many threads read ahead; the batches stay the same. With 0, a batch is read when you ask for it.
             with_context: whether batches are `Batch`: rows, token ids, positions and numbers of requests.
             when: "before" or "after" the edits of the plan that captured.
-            dtype: of the batches; None for that of the rows.
+            dtype: the dtype of the batches; None keeps that of the rows.
             buffer_rows: rows in memory that are mixed with each other: 16 batches if None. Twice as many with `workers`.
             rank, world_size: for training on several processes: each gets other requests.
 

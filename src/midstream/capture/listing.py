@@ -25,7 +25,7 @@ class _Part(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What a line of an index says of a request. `stage`: its pipeline stage, and their number; (0, 0) in the first line of a file."""
+    """A request's line in an index. `stage`: its pipeline stage and the number of stages; (0, 0) in a file's first line, the format."""
 
     stage: tuple[int, int] = (0, 0)
     prompt_token_ids: list[int] = []
@@ -54,7 +54,7 @@ class Listing:
         self.ids: dict[str, str] = {}
         self.kinds: set[tuple[str, str] | None] = set()
         self.read: dict[Path, int] = {}
-        # Of each prompt's line, or of its error's line if every run of it failed.
+        # The index and offset of each prompt's line, or of the line with its error if every run of it failed.
         self._places: dict[str, tuple[Path, int]] = {}
         self._used: dict[str, int] = {}  # the bytes of each shard of a listed prompt
 

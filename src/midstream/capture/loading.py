@@ -101,8 +101,8 @@ class Asked:
     """What batches contain: the arguments that loaders of directories and of running models have in common.
 
     Attributes:
-        planes: of the rows.
-        is_one: whether `rows` is a tensor, and no dict.
+        planes: the planes whose rows a batch has.
+        is_one: whether a batch has one tensor of rows, not a dict of them.
     """
 
     planes: tuple[PlaneKey, ...]
@@ -125,7 +125,7 @@ class Asked:
         seed: int,
         with_context: bool,
     ) -> Asked:
-        """Raises PlanError for a value that is not allowed."""
+        """The checked arguments. Raises PlanError for a value that is not allowed."""
         if layer is None and isinstance(site, str) and (point := point_of_hook(site)) is not None:
             site, layer = point
         sites = (site,) if isinstance(site, str) else tuple(site)
@@ -143,10 +143,10 @@ class Asked:
         return cls(planes, is_one, size, rows, shuffle, fields.integer("seed", seed, 0), with_context)
 
     def order(self, count: int, what: int, *which: int) -> torch.Tensor | None:
-        """A random order of so many things, the same for the same seed and numbers; None without shuffling.
+        """A random order of `count` items. Equal seeds and equal arguments give the same order. None without shuffling.
 
         Args:
-            what: 0 for requests or prompts, 1 for rows. NumPy takes [1] and [1, 0] for the same seed.
+            what: 0 to order requests or prompts, 1 to order rows. It keeps both apart: NumPy takes [1] and [1, 0] for the same seed.
         """
         if not self.shuffle:
             return None
@@ -182,7 +182,7 @@ class _Epoch(NamedTuple):
     Attributes:
         number: of the epoch, from 0.
         requests: int64, the numbers of its requests in their order.
-        ends: int64, how many rows each of them and those before it have.
+        ends: int64, for each request the number of rows up to its end.
     """
 
     number: int
@@ -194,7 +194,7 @@ class _Epoch(NamedTuple):
         return int(self.ends[-1]) if self.ends.size else 0
 
     def pools(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Which of its requests are mixed with each other: `(first, stop, row before them)`. Each time as few as have `size` rows."""
+        """Groups of requests whose rows are mixed: `(first, stop, rows before them)`. A group has as few requests as make `size` rows."""
         first = before = 0
         while first < self.ends.size:
             stop = min(int(np.searchsorted(self.ends, before + size)) + 1, self.ends.size)
@@ -267,7 +267,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
         return self
 
     def __next__(self) -> Any:
-        if not self._epoch.rows:  # a share of a small directory
+        if not self._epoch.rows:  # the share has no rows, since the directory is small
             raise StopIteration
         if self._batches is None:
             self._batches = self._run()
@@ -324,7 +324,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
         return self._run_ahead()
 
     def _run_ahead(self) -> Iterator[Pool]:
-        """The same, with threads that read ahead."""
+        """The batches from here on, with threads that read ahead."""
         with ThreadPoolExecutor(self._workers, "midstream-load") as reading, ThreadPoolExecutor(1) as ahead:
             load = partial(self._load, run=reading.map)
             pools = read_ahead(self._pools(load), ahead)
@@ -395,7 +395,7 @@ def cut_epochs(pools: Iterable[Pool | None], size: int, apart: bool) -> Iterator
 
 
 def read_ahead(pools: Iterator[Any], thread: ThreadPoolExecutor) -> Iterator[Any]:
-    """The same, with the next one made while one is in use."""
+    """The same pools. A thread makes the next one while one is in use."""
     end = object()
     following = thread.submit(next, pools, end)
     while (pool := following.result()) is not end:
@@ -467,7 +467,7 @@ class Activations:
             yield from cut(read_ahead(self._pools(), thread), self._asked.batch_size)
 
     def _pools(self) -> Iterator[Pool]:
-        """The rows of as many prompts as fill the buffer, mixed, again and again."""
+        """Pools of mixed rows. For each, the model runs as many prompts as fill the buffer."""
         asked, prompts = self._asked, self._in_order()
         rows_each, buffered, numbers = 0.0, list[Pool](), count()
         ran = made = 0
@@ -493,7 +493,7 @@ class Activations:
                 return
 
     def _in_order(self) -> Iterator[tuple[int, Any]]:
-        """The prompts of all epochs that the model can take, with their numbers. Those that can be run again are shuffled in each."""
+        """The prompts that the model can take, with their numbers, epoch by epoch. A sequence of prompts is shuffled in each epoch."""
         if not isinstance(self._prompts, Sequence):
             yield from self._checked(enumerate(self._prompts))
             return
@@ -518,7 +518,7 @@ class Activations:
         """Run prompts, each with its number."""
         try:
             outputs = self._generate([prompt for _, prompt in part], plan=self._plan, progress=False, **self._params)
-        except PromptError as error:  # it has the number among these
+        except PromptError as error:  # its number is that in `part`
             error.number = part[error.number or 0][0]
             raise
         for (number, _), output in zip(part, outputs, strict=True):

@@ -38,8 +38,8 @@ class Rows(NamedTuple):
     Attributes:
         positions: int64 `[rows]`, absolute positions in the sequence.
         planes: of each row.
-        block: `[at least first + rows, width]`. These rows of it do not change any more. It may also hold other rows. Even without rows
-            it tells widths and dtype.
+        block: `[at least first + rows, width]`, which holds these rows and maybe others. These rows do not change any more. Without rows,
+            the block still has the width and dtype.
         first: the index of the first row in the block.
     """
 
@@ -133,7 +133,7 @@ def routes(
         head_dims: as in `ModelFacts`.
 
     Raises:
-        PlanError: a span has not been resolved to positions, or two captures want other heads or dtypes of the same rows.
+        PlanError: a span has not been resolved to positions, or two captures want different heads or dtypes of the same rows.
     """
     model_layers = list(layers)
     found: dict[tuple[Any, ...], tuple[Any, Selected]] = {(): (None, {})}
@@ -170,7 +170,7 @@ class RowIndex(NamedTuple):
     Attributes:
         parts: the number of a chunk, and the index of its rows.
         positions: of all rows, ascending.
-        order: sorts the rows of the concatenate_rows parts; None if they are in order.
+        order: sorts the rows of the concatenated parts; None if they are in order.
     """
 
     parts: list[tuple[int, slice | np.ndarray]]
@@ -315,7 +315,7 @@ class Captured(ByPlane[torch.Tensor]):
         return (Rows.of_plane(key, self._found[key].positions, self._value(key)) for key in self._planes)
 
     def take(self) -> dict[Any, torch.Tensor]:
-        """All tensors, contiguous. Each has its own memory, which only these captures share until they are dropped."""
+        """All tensors, contiguous. Each has its own memory, which it shares with nothing but these captures."""
         taken = {}
         for name in self:
             key = self._resolve(name)
@@ -399,6 +399,7 @@ def gather_captures(
     """
     captured = Captured(request, chunks, find_rows(request, [each[:2] for each in chunks], stop, selected))
     for key, rows in selected.items():
-        if rows.dtype is not None or rows.heads is not None:  # a number that is too large is an error now
+        # Convert now, so that a number that is too large raises here.
+        if rows.dtype is not None or rows.heads is not None:
             captured._tensors[key] = rows_as_asked(captured._value(key), rows, f"{captured._what}, {plane_name(key)}")
     return captured

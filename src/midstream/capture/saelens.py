@@ -84,5 +84,5 @@ def _contexts(store: Captures, asked: Asked, size: int, counts: dict[str, int]) 
 
 
 def _numbers(rows: torch.Tensor) -> np.ndarray:
-    """Arrow has no bfloat16."""
+    """The rows as a numpy array. bfloat16 becomes float32, since Arrow has no bfloat16."""
     return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()

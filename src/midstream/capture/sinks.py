@@ -112,7 +112,7 @@ class Sinks:
         return None if thread is None else thread.flush()
 
     def forget(self, capture: RequestCapture) -> None:
-        """The request is over."""
+        """Forget a request that is over."""
         with self._lock:
             self._open.discard(capture)
 
@@ -207,7 +207,7 @@ class RequestCapture:
             self._release()
 
     def end(self, stop: int | None = None, error: Exception | None = None) -> None:
-        """All rows have come. Rows below `stop` are valid; all are if it is None, and none with an error. A second call does nothing."""
+        """All rows have come. Those below `stop` are valid; if it is None, all are; with an error, none are. A second call does nothing."""
         if self._ended:
             return
         self._ended = True

@@ -37,7 +37,7 @@ class StepResult:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes without the first axis, which is that of the rows."""
+        """The sizes of all axes but the first, the axis of the rows."""
         return tuple(self.shaped.meta.shape[1:])
 
     @property
@@ -66,11 +66,11 @@ class Builder:
 
     @property
     def input(self) -> StepResult:
-        """The value that the program is about."""
+        """The program's own input: the value of its site."""
         return self._inputs[0]
 
     def further(self, width: int) -> StepResult:
-        """One more input, another site's value."""
+        """Add a further input, the value of another site, and return it."""
         ref = Ref(-1 - len(self._inputs))
         self._inputs.append(StepResult(ref, self._checker.add_input(width, self.dtype)))
         return self._inputs[-1]
@@ -78,7 +78,7 @@ class Builder:
     def add(
         self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None
     ) -> StepResult:
-        """The result of an operation; result number `out` if it has several.
+        """Add an operation and return its result, or result number `out` if it has several.
 
         Args:
             args, kwargs: as in a step, with results in place of references, and tensors in place of constants.
@@ -116,10 +116,10 @@ class Builder:
         """The program with this result, and the steps and further inputs that it needs.
 
         Args:
-            keeps: whether it is for a capture, and may have several results.
+            keeps: whether the program's result is a tuple, as captures and probes need it.
 
         Raises:
-            PlanError: it is too large, or has another shape.
+            PlanError: the program is too large, or its result has a wrong shape.
         """
         needed, inputs = self._needed(results)
         numbers = {old: new for new, old in enumerate(sorted(needed))}
@@ -139,7 +139,7 @@ class Builder:
         return Program(self.width, self.dtype, steps, result, held, widths)
 
     def inputs_of(self, result: StepResult) -> list[int]:
-        """The further inputs of `program(result)`, numbered in the order in which they were made."""
+        """The numbers of the further inputs that `program(result)` needs; 0 is the first that `further` made."""
         return [-2 - at for at in self._needed([result])[1]]
 
     def _needed(self, results: Sequence[StepResult]) -> tuple[set[int], list[int]]:
@@ -170,7 +170,7 @@ class StepWriter:
         self._constants: list[Constant] = []
 
     def step(self, op: str, *args: Any, **kwargs: Any) -> Ref:
-        """The result of an operation."""
+        """Add an operation and return its result."""
         self._steps.append(Step(op, args, tuple(sorted(kwargs.items()))))
         return Ref(len(self._steps) - 1)
 
@@ -182,37 +182,37 @@ class StepWriter:
         """The product `[rows, C]` of rows and constant columns `[width, C]`."""
         if columns.shape[1] > 1:
             return self.step("mm.default", h, self.constant(columns.contiguous()))
-        # Not a product of matrices, whose rounding may depend on the number of rows.
+        # A matrix product may round differently for different numbers of rows.
         each = self.step("mul.Tensor", h, self.constant(columns[:, 0]))
         return self.step("sum.dim_IntList", each, (1,), True)
 
     def cast(self, value: Ref, dtype: str) -> Ref:
-        """An input in another dtype."""
+        """`value`, which has the program's dtype, in another dtype."""
         return value if self.dtype == dtype else self.step("_to_copy.default", value, dtype=DType(dtype))
 
     def inlined(self, program: Program, *inputs: Any) -> tuple[Ref, ...]:
-        """The results of a program of these inputs, which have its dtype."""
+        """Add the steps of `program`, applied to these inputs, and return its results. The inputs need its dtype."""
         given = [self.constant(constant) for constant in program.constants]
         return self._moved(program.steps, program.results, inputs, given)
 
     def arithmetic(
         self, kind: str, numbers: tuple[float, float, float], h: Ref, operands: Sequence[torch.Tensor | None]
     ) -> Ref:
-        """The value that an edit of this kind makes of h, which is float32. Arguments and errors as of `_referred`."""
+        """The value of h, float32, after the arithmetic of an edit of this kind. Arguments and errors as for `_referred`."""
         new = self._referred(kind, numbers, h, operands)
         return self.step("add.Tensor", h, new) if kind_of(kind).adds else new
 
     def _referred(
         self, kind: str, numbers: tuple[float, float, float], h: Ref, operands: Sequence[torch.Tensor | None]
     ) -> Ref:
-        """`Edit.reference` of a kind, for h in float32.
+        """Add the steps of the kind's `Edit.reference` and return its result. `h` is float32.
 
         Args:
             numbers: `Edit.numbers`.
             operands: v and w, float32 `[width]`.
 
         Raises:
-            PlanError: it uses an operation that programs do not have.
+            PlanError: the reference uses an operation that programs do not have.
         """
         steps, result = _recorded(kind, numbers, self._width, operands[1] is not None)
         given = [None if operand is None else self.constant(operand) for operand in operands]
@@ -249,7 +249,7 @@ class StepWriter:
         """The program with this result. Raises PlanError if it is too large.
 
         Args:
-            keeps: whether it is for a capture, and may have several results.
+            keeps: whether the program's result is a tuple, as captures and probes need it.
         """
         result = results if keeps else results[0]
         return Program(self._width, self.dtype, tuple(self._steps), result, tuple(self._constants), self._inputs)
@@ -257,7 +257,7 @@ class StepWriter:
 
 @functools.lru_cache(1024)
 def _recorded(kind: str, numbers: tuple[float, float, float], width: int, has_w: bool) -> tuple[tuple[Step, ...], Any]:
-    """The steps of an edit's `reference`, and its result. Its operands are constants 0 and 1."""
+    """The steps of an edit's `reference`, and its result. They refer to v and w as constants 0 and 1."""
     h_TH = torch.empty(_ROWS, width, device="meta")
     v_H, w_H = (torch.empty(width, device="meta") for _ in range(2))
     recorder = _Recorder(kind, [(h_TH, INPUT), (v_H, Const(0)), (w_H, Const(1))])
@@ -276,7 +276,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, kind: str, known: Sequence[tuple[torch.Tensor, Any]]) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self._kind, self._alive = kind, [tensor for tensor, _ in known]  # their ids stay theirs
+        # The tensors are kept alive, so that no others get their ids.
+        self._kind, self._alive = kind, [tensor for tensor, _ in known]
         self._known = {id(tensor): ref for tensor, ref in known}
 
     def of(self, arg: Any) -> Any:

@@ -46,16 +46,17 @@ _TYPES = {
     "ScalarType": (DType,),
 }  # fmt: skip
 _WITH_VECTOR = ELEMENTWISE - BY_LAYOUT  # operations for which each row may have a vector of its own
-# Operations whose second argument may be a number of its own for each row.
+# Operations whose second argument may be a number that differs between rows.
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _WITH_NUMBER = frozenset("add sub mul div".split()) | _COMPARISONS
-_STEP_BYTES = 2 * ENTRY_BYTES  # what a step takes in `_known`, or a result in `_found`
+_STEP_BYTES = 2 * ENTRY_BYTES  # the memory that a step takes in `_known`, or a result in `_found`
 _known: Memory[Checked] = Memory()  # the facts about programs by their structure
 _FEW = 4
 _found: Memory[Any] = Memory()  # results without numbers, by the operation and the shapes and dtypes of its arguments
 _PRODUCTS = frozenset(f"{name}.default" for name in ("mm", "mv", "addmm", "bmm"))
-_SLOWER = {torch.float32: 1.0, torch.bfloat16: 4.0, torch.float64: 2.0}  # products of these numbers
-_SLOWEST = 24.0  # products of float16 and whole numbers on a CPU
+# How much slower matrix products of a dtype are than those of float32.
+_SLOWER = {torch.float32: 1.0, torch.bfloat16: 4.0, torch.float64: 2.0}
+_SLOWEST = 24.0  # the same for float16 and whole numbers, on a CPU
 
 
 class Checker:
@@ -88,7 +89,7 @@ class Checker:
         self.constants.append(Shaped(meta, 0, bound))
 
     def of(self, arg: Any, place: str = "the result") -> Any:
-        """What a reference or a constant stands for. `place`: of the step that has it, for messages."""
+        """The input, result or constant that an argument refers to. `place`: names the step in messages."""
         if isinstance(arg, Const):
             return self.constants[arg.place]
         found: Any = self.inputs[-1 - arg.step] if arg.step < 0 else self.results[arg.step]
@@ -112,7 +113,7 @@ class Checker:
             call = _bound(func, args, kwargs, step.op in ELEMENTWISE)
             _check_rows_marks(step.op, call)
             outcome = RULES[step.op](call)
-            self._check_count(step, call)  # before PyTorch makes them
+            self._check_count(step, call)  # before PyTorch makes the results
             found = self._without_numbers(func, step.op, args, kwargs)
         except PlanError:
             raise
@@ -128,7 +129,7 @@ class Checker:
         self.results.append(results if several else results[0])
 
     def _without_numbers(self, func: Any, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the operation returns on the meta device; of many operations PyTorch computes it in slow Python code."""
+        """The operation's result on the meta device. Cached: PyTorch finds the results of many operations in slow Python code."""
         key = self._rows, op, _spec(tuple(args)), tuple((name, _spec(kwargs[name])) for name in sorted(kwargs))
 
         def find() -> Any:
@@ -170,7 +171,7 @@ class Checker:
         return work_of(op, row, shared, len(tensors), x.meta.shape[dim] if is_axis else 0)
 
     def _sizes(self, tensors: Sequence[Shaped]) -> tuple[float, float]:
-        """The numbers of tensors: of those with rows for each row, and of the others."""
+        """How many numbers the tensors have: those with rows, counted for one row; and all others."""
         row = sum(each.meta.numel() for each in tensors if each.rows) / self._rows
         return row, sum(each.meta.numel() for each in tensors if not each.rows)
 
@@ -200,7 +201,7 @@ def plain(arg: Any, tensor: Callable[[Any], Any], rows: int) -> Any:
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> OpCall:
-    """The arguments by their names. Refuses types other than the schema's, with which PyTorch itself may crash.
+    """The arguments by their names. Refuses types that the schema does not allow: PyTorch may crash on them.
 
     Args:
         takes_numbers: whether tensors other than the first one may be numbers.
@@ -237,7 +238,7 @@ def _is_of(kind: str, given: Any) -> bool:
 
 
 def _check_rows_marks(op: str, call: OpCall) -> None:
-    """The number of rows may only be the first size: a result must not depend on it."""
+    """Refuse the number of rows anywhere but as a first size: no number in a result may depend on it."""
     for name, value in call.named.items():
         inside = value[1:] if SIZED.get(op) == name and isinstance(value, tuple) and value else (value,)
         if any(objects_in(inside, RowCount)):
@@ -272,7 +273,7 @@ class Checked:
         work: of one run.
         peak: the most numbers of a row that are in memory at once.
         last_use: step -> the last step that uses it; without the unused steps.
-        results: of each step, the first one for a number of rows.
+        results: the first result of each step, when the program runs on some number of rows.
         parts: the shape and dtype of one row of each result of the program.
     """
 
@@ -410,7 +411,7 @@ class Number(NamedTuple):
 
     Attributes:
         dtype: of that tensor, and of the arithmetic.
-        rounded: the dtype to which PyTorch rounds the number before, on a CPU.
+        rounded: on a CPU, the dtype to which PyTorch first rounds the number.
     """
 
     value: float
@@ -456,7 +457,8 @@ def _number(program: Any, step: Step, results: Sequence[Shaped]) -> Number | Non
     """The number that is a step's second argument, if it may differ between programs of a form.
 
     The first argument must be floating: then a number changes no dtype, whether it is whole or not. PyTorch compares in the first
-    argument's dtype. Of half precision, it computes in float32. On a CPU it rounds the numbers of sums to half precision before.
+    argument's dtype. Other arithmetic on half precision is in float32; on a CPU, PyTorch first rounds a number that it adds or subtracts
+    to half precision.
     """
     name, first = step.op.partition(".")[0], step.args[0]
     is_alone = len(step.args) == 2 and not step.kwargs

@@ -40,7 +40,7 @@ from midstream.plan.work import StepWork
 from midstream.sites import Point
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
-_Read: TypeAlias = PlaneKey | Probe  # what a row may be read for
+_Read: TypeAlias = PlaneKey | Probe  # a plane to capture, or a probe
 _STRETCH_BYTES = 320  # two numbers and two hashes, in tuples
 
 
@@ -82,12 +82,12 @@ class CompiledPlan:
     """A plan for one prompt length, ready for the rows.
 
     Attributes:
-        bank: float32 `[width]` each, on the CPU or on the device where the engine holds them.
+        bank: the vectors that ops refer to, float32 `[width]` each, on the CPU or on the device where the engine holds them.
         profiles: the first is empty.
         prompt: int32, the profile of each position of the prompt, and of generated ones up to the last that an edit names.
         generated: the profile of every later position.
         acts: bool, whether the plan acts at each of the positions of `prompt`, on any stage.
-        acting: the interventions in normal form, of all pipeline stages, that act at those positions; and those that act at later ones.
+        acting: the interventions in normal form, of all pipeline stages: those that act at positions of `prompt`, and those that act later.
         knockouts: the attention edges that it cuts; None for none. The other attributes leave these out.
     """
 
@@ -123,8 +123,7 @@ def compile_plan(
         vector: returns a named vector, float32 `[width]`, numpy or torch.
         run: returns a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
-        on_host: returns a named vector for `Edit.shape`, for `head` and for probes, if the host would have to wait for the one from
-            `vector`.
+        on_host: returns a named vector in host memory, for `Edit.shape`, for `head` and for probes. None to use `vector` for them, too.
         head_dims: as in `ModelFacts`.
 
     Raises:
@@ -182,7 +181,7 @@ def _acting(
     """`CompiledPlan.acts` and `CompiledPlan.acting`. `listed`: how many positions have profiles of their own."""
     acts = np.zeros(listed, bool)
     in_prompt, generated = list[Intervention](), list[Intervention]()
-    everywhere = False  # whether an edit acts at all of the prompt
+    everywhere = False  # whether an edit acts at all positions of the prompt
     for item in normal.interventions:
         if isinstance(item, Reading):
             rows = selections[item.positions]
@@ -233,7 +232,10 @@ def plane_width(key: PlaneKey, width: Callable[[str, int], int], reads: Mapping[
 def _read(
     readings: Sequence[Reading], selections: Mapping[Any, Selection], prompt_length: int
 ) -> tuple[np.ndarray, list[frozenset[_Read]], frozenset[_Read]]:
-    """The planes to capture and the probes: codes and sets, `sets[codes[position]]` in the prompt; and the set at generated positions."""
+    """The planes and probes that read each position: `(codes, sets, generated)`.
+
+    At a position of the prompt they are `sets[codes[position]]`, at generated positions `generated`.
+    """
     groups: dict[Any, set[_Read]] = {}
     for item in readings:
         read = item if isinstance(item, Probe) else (*point_of(item), item.when)
@@ -288,7 +290,7 @@ class _VectorBank:
         self._ops: dict[Any, Op] = {}
 
     def check_names(self, edit: Edit) -> None:
-        """Raise PlanError for a named vector that another stage, where this edit acts, would refuse: the request fails on all stages or on
+        """Raise PlanError if the stage where this edit acts would refuse one of its named vectors: so the request fails on all stages or on
         none.
         """
         for field, value in edit.values():
@@ -313,7 +315,7 @@ class _VectorBank:
         return self._ops[key]
 
     def on_host(self, index: int) -> torch.Tensor | None:
-        """The tensor of an operand, for the host; None for none."""
+        """An operand's tensor in host memory; None if there is no operand."""
         if index < 0:
             return None
         named = self._named.get(index)
@@ -423,8 +425,10 @@ class _Profiles:
         return (*reads[0], *edits, *reads[1])
 
     def _in_order(self, ranked: Collection[tuple[int, Op]], point: Point) -> tuple[Op, ...]:
-        """The ops of a row at a point. The arithmetic of final edits becomes a program if the row has other edits there: programs run after
-        arithmetic, in their order, and sums are made of other edits and final ones apart.
+        """The ops of a row at a point.
+
+        If the row has other edits at the point, the arithmetic of its final edits becomes a program. Programs run after arithmetic, so the
+        final edits act last, and their sums do not mix with those of the other edits.
         """
         ops = tuple(op for _, op in sorted(ranked, key=itemgetter(0)))
         others = tuple(op for op in ops if not op.is_final)
@@ -448,8 +452,8 @@ def _order(point: Point) -> tuple[int, int]:
 
 
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
-    """Whether the value at a site affects any key or value of attention: at the last layer, only the input of its attention, and the
-    keys and values themselves, do.
+    """Whether the value at a site affects any key or value of attention. At the last layer, only the inputs of its block and of its
+    attention, and the keys and values themselves, do.
     """
     return layer < num_layers - 1 or site in ("resid_pre", "attn_in", "attn_k", "attn_v")
 
@@ -481,13 +485,13 @@ class ScheduledPlan(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         length: of the prompt, in tokens.
-        starts, stops: of each stretch of positions with the same edits, those that change KV.
+        starts, stops: the bounds of each stretch of positions with the same edits. Only edits that change KV count.
         within: the key of blocks that end in each stretch.
-        after: the key of blocks that end after it.
+        after: the key of blocks that end after each stretch.
         longest_hit: how many tokens may come from the prefix cache; None for no limit.
         has_edits: whether the plan changes activations.
         may_be_gone: whether it needs a vector or a run that may be deleted before the request begins.
-        work: what it costs a step; None for a plan whose steps are not shared out.
+        work: what it costs a step, for plans whose tokens in a step `engine.shares` limits; None for others.
     """
 
     length: int
@@ -557,8 +561,8 @@ class ScheduledPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _lowest_read(plan: Plan, prompt_length: int) -> int | None:
-    """The lowest position of the prompt that is captured or scored, at which cache hits must end; None if there is none. Knockouts need the
-    keys and values of all positions.
+    """The lowest position of the prompt that is captured or scored, at which cache hits must end; None if there is none. It is 0 for a plan
+    with knockouts, which need the keys and values of all positions.
     """
     if any(edit.at_attention for edit in plan.edits):
         return 0
@@ -582,13 +586,13 @@ class _Texts:
         return f"{text} after {self._length}" if edit.counts_generated else text
 
     def _known_vector(self, named: Named) -> Named:
-        """Of a vector that is unknown here a name of its own, so that the plan equals no other."""
+        """A vector without a digest gets a random name, so that this plan's keys equal those of no other plan."""
         return named if named.digest is not None else Named(self._nonces[named.name])
 
 
 def _stretches(edits: list[_Active]) -> list[_Stretch]:
     """The positions that have edits, split where the edits change."""
-    changes: dict[int, set[int]] = defaultdict(set)  # position -> places in `edits` of those that start or stop there
+    changes: dict[int, set[int]] = defaultdict(set)  # position -> indices of the edits that start or stop at it
     for i, edit in enumerate(edits):
         changes[edit.start] ^= {i}
         changes[edit.stop] ^= {i}

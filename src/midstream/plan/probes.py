@@ -116,12 +116,12 @@ class Probe(Reading):
 
     @property
     def has_indices(self) -> bool:
-        """Whether it says what each score is of: `Scores.indices`."""
+        """Whether it also says which feature each score belongs to: see `Scores.indices`."""
         return self.program is not None and len(self.program.results) == 2
 
     @property
     def words(self) -> int:
-        """How many numbers of 4 bytes a token has."""
+        """How many numbers of 4 bytes it returns for a token: the scores, and the indices if it has them."""
         return self.classes * (1 + self.has_indices)
 
     def _biases(self) -> list[float]:
@@ -193,7 +193,7 @@ class Probe(Reading):
 
 
 def _columns(weight: Any) -> tuple[Vector | Named, ...] | Named:
-    """A probe's weight as a vector, or its name, for each score."""
+    """A probe's weight: a vector or a name for each score, or a single name."""
     if weight is None or isinstance(weight, (str, Named, Vector)):
         one = as_vector_or_name("Probe.weight", weight)
         return one if isinstance(one, Named) else (one,)
@@ -231,14 +231,14 @@ def check_names(probes: Sequence[Probe]) -> None:
 
 
 def stopping(probes: Sequence[Probe], stop_reason: Any) -> str | None:
-    """The name of the probe that ended a sample; None if none has. A string in `stop` may look like a probe's `stop_reason`."""
+    """The name of the probe that ended a sample; None if none has. A string in `stop` may also begin with "probe:"."""
     names = [probe.name for probe in probes if probe.stops]
     return next((name for name in names if stop_reason == STOPPED_BY_PROBE + name), None)
 
 
 def rows_end(probes: Sequence[Probe], sample: Any, chunks: Sequence[ScoreChunk], otherwise: int) -> int:
-    """The position behind the token at which a probe ended a sample, with these scores; `otherwise` if none has. Below it are the sample's
-    rows.
+    """The position at which a sample's rows end: the one after the last token scored by the probe that ended it; `otherwise` if no probe
+    ended it.
     """
     name = stopping(probes, sample.stop_reason)
     return max((1 + int(np.frombuffer(at, np.int64)[-1]) for of, at, _ in chunks if of == name), default=otherwise)
@@ -278,7 +278,7 @@ class Aggregate:
         return self.value
 
     def first_stop(self, scores: Iterable[float]) -> int | None:
-        """Add the scores up to the first that ends the request. Returns its number; None if none does."""
+        """Add the scores up to the first that ends the request. Returns the index of that score; None if none ends it."""
         for number, score in enumerate(scores):
             if self._probe.stops_at(self.add(score)):
                 return number
@@ -341,7 +341,7 @@ class Scores(Mapping[str, Any]):
 
     @property
     def indices(self) -> dict[str, Any]:
-        """The features that the scores belong to, int64 `[tokens, C]`, for the probes that say them."""
+        """The features that the scores belong to, int64 `[tokens, C]`, for the probes that return them."""
         import torch
 
         named = [probe for probe in self._probes.values() if probe.has_indices]

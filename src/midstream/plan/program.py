@@ -47,17 +47,17 @@ _MAX_DEPTH = 3  # of lists in arguments
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(ByDigest):
-    """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
+    """A row-wise function of a site's value. Programs are equal if their operations and the bits of their constants are.
 
-    Its result is a step's result, with which `Apply` replaces the value; or a tuple of the results of one or several steps, of any shapes,
-    which `Capture` keeps: each row has its part of each result, packed one after the other (see `running.unpacked`).
+    For `Apply`, its result is the result of one step, which replaces the value. For `Capture`, its result is a tuple of results of any
+    shapes; a captured row has the row's part of each of them, one after the other (see `running.unpacked`).
 
     Attributes:
         width: of the rows that it takes and returns; heads are side by side.
         dtype: of its input and its arithmetic.
         steps: in their order.
         result: the resulting step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
-        constants: that its steps use.
+        constants: the constants that its steps use.
         inputs: the widths of further inputs: values of other sites, row by row.
 
     Raises:
@@ -128,7 +128,7 @@ class Program(ByDigest):
         return self.checked.work
 
     def _check_argument(self, step: Step, number: int, arg: Any, count: list[int], depth: int = 0) -> None:
-        """Raise PlanError for an argument whose kind `Step` does not list."""
+        """Raise PlanError for an argument that `Step` does not list, or that is out of range."""
         count[0] += 1
         problem = ""
         if isinstance(arg, Ref) and not -1 - len(self.inputs) <= arg.step < number:
@@ -174,8 +174,8 @@ class Program(ByDigest):
 
     @cached_property
     def held(self) -> tuple[Program, dict[str, bytes]]:
-        """The program for an engine that holds the data of its floating constants of at least `HELD_BYTES`; and that data, by
-        `Constant.held`.
+        """The program without the data of its floating constants of at least `HELD_BYTES`, for an engine that holds it; and that data,
+        by `Constant.held`.
         """
         constants, data = list[Constant](), dict[str, bytes]()
         for constant in self.constants:
@@ -236,7 +236,7 @@ def read_constants(
         size += len(given.get("data") or b"")
         if size > most:
             raise fields.refuse(place, f"over {most} bytes", f"up to {most}")
-        if read[key].digest != key:  # it keys the prefix cache: a wrong one would share KV that differs
+        if read[key].digest != key:  # the digest keys the prefix cache: a wrong one would share KV that differs
             raise fields.refuse(at, "not the digest of its content", f"{read[key].digest!r}")
     return read
 

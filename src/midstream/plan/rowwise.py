@@ -3,7 +3,7 @@
 `plan.checking` runs a program without numbers. Each result is either the same for all rows, or its first axis has a group of entries for
 each row. Each operation has a rule, which derives this from its arguments and refuses arguments that would combine different groups. Rules
 also track the range of indices: an index out of range would end the engine's process. A result has a range only if its inputs prove it.
-As a second protection, `plan.running` moves all indices inside when a program runs.
+As a second protection, `plan.running` clamps all indices when a program runs.
 
 Legend: R rows.
 """
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 @dataclass(eq=False, slots=True)
 class Shaped:
-    """A result while a program is checked.
+    """What is known about a result while a program is checked.
 
     Attributes:
         meta: its shape and dtype.
@@ -64,7 +64,7 @@ class OpCall:
         return list(objects_in(self.named, Shaped))
 
     def dims(self, name: str, of: Shaped, more: int = 0) -> list[int]:
-        """The axes that an argument names, counted from 0. Refuses the axis of the rows, also as part of all axes."""
+        """The axes that an argument names, counted from 0. Refuses the axis of the rows, also if no axis is named and all are meant."""
         given, rank = self[name], of.meta.ndim + more
         listed = list(given) if isinstance(given, (tuple, list)) else [given]
         if of.rows and (not listed or given is None):
@@ -100,7 +100,7 @@ def _elementwise(call: OpCall) -> RuleResult:
 
 
 def _floating(call: OpCall) -> RuleResult:
-    """Entry by entry; integers could make it fail."""
+    """Computes entry by entry, and may fail for integers."""
     if not any(each.meta.dtype.is_floating_point for each in call.tensors):
         raise Mixes("it takes floating numbers here")
     return _elementwise(call)
@@ -380,7 +380,7 @@ RULES: dict[str, Rule] = {
     "prelu.default": _prelu,
 }
 ELEMENTWISE = frozenset(name for name, rule in RULES.items() if rule in (_elementwise, _floating))
-# The names of operations, with all their overloads; and of those that integers could make fail.
+# The names of the operations without their overloads; and the names of those that may fail for integers.
 PACKETS = frozenset(name.partition(".")[0] for name in RULES)
 FLOATING = frozenset(name.partition(".")[0] for name, rule in RULES.items() if rule is _floating)
 # PyTorch's CPU kernels compute these by other code at the end of an axis, so results depend on how the tensors lie in memory.

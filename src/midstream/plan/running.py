@@ -24,7 +24,7 @@ from midstream.plan.program import Program
 from midstream.plan.rowwise import on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
 
-# The operations that index -> the argument with the indices, and the one that they are about.
+# Indexing operations -> the argument with the indices, and the argument that they index.
 INDEXING = {
     **dict.fromkeys(("index.Tensor", "index_put.default"), ("indices", "self")),
     **dict.fromkeys(("gather.default", "index_select.default"), ("index", "self")),
@@ -39,7 +39,7 @@ _data: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDiction
 
 
 def hold(digest: str, data: torch.Tensor) -> None:
-    """Let constants without data find theirs, flat uint8. The caller keeps the tensor alive."""
+    """Register the data, flat uint8, of constants that come without it. The caller keeps the tensor alive."""
     _data[digest] = data
 
 
@@ -87,7 +87,7 @@ def _packed(results: Sequence[torch.Tensor], parts: Sequence[PackedResult], dtyp
     """The bits of results `[R, ...]` as rows of a dtype, one result after the other.
 
     Args:
-        parts: the results' dtypes. A device may compute another one: on a CPU, the statistics of layer norms have the input's.
+        parts: the shapes and dtypes to pack. A device may compute another dtype: on a CPU, the statistics of layer norms have the input's.
     """
     rows = len(results[0])
     flat = [
@@ -122,7 +122,7 @@ def _places(name: str) -> dict[str, int]:
 
 
 def _clamp_indices(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Replace the indices among an operation's arguments by the nearest that its tensor has, in place.
+    """Clamp the indices among an operation's arguments to the valid ones, in place.
 
     The rules have proved that all indices lie inside. If a rule is wrong, clamping keeps its mistake from ending the engine.
     """
@@ -150,7 +150,7 @@ class ProgramBank:
 
     Args:
         program: one of the form.
-        capacity: the number of places, P. With one place there are no tensors: it has `program`.
+        capacity: the number of places, P. With one place there are no tensors: all rows run `program`.
         device: of the rows.
     """
 
@@ -169,7 +169,7 @@ class ProgramBank:
 
     @property
     def launches(self) -> float:
-        """Of one run, as of `plan.work.Work`."""
+        """The launches of one run: see `plan.work.Work`."""
         return self._program.work.launches
 
     def put(self, place: int, program: Program) -> None:
@@ -183,8 +183,8 @@ class ProgramBank:
             self._banks[slot][place].copy_(one)
 
     def alone(self, place: int, program: Program) -> ProgramBank:
-        """The program of one place, for rows that all have it. Its numbers are the same tensors, so its results are the same bits, except
-        that a matrix product of many rows rounds in another way than products of each row.
+        """A bank with the program of one place, for rows that all have that place. It uses the same tensors of numbers, so its results have
+        the same bits, except that a matrix product of many rows rounds in another way than products of each row.
         """
         found = ProgramBank(program, 1, self._device)
         found._banks = {slot: bank[place : place + 1] for slot, bank in self._banks.items() if bank.ndim == 1}

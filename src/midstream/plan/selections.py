@@ -257,7 +257,7 @@ def checked(field: str, given: Any) -> Any:
 
 
 def selector_of(positions: Any) -> Selector:
-    """The selector that the value of such a field stands for."""
+    """The selector for a value that `checked` returns, other than a `Span`."""
     if isinstance(positions, Selector):
         return positions
     return WORDS[positions] if isinstance(positions, str) else _Listed(positions)
@@ -276,7 +276,7 @@ class SelectedHeads(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of all of them together."""
+        """The width of all these heads together."""
         return self.head_dim * (1 if isinstance(self.head, int) else len(self.head))
 
     def of(self, rows: Any) -> Any:
@@ -285,19 +285,19 @@ class SelectedHeads(NamedTuple):
         if not len(rows):  # their width may be unknown
             found = rows.new_empty(0, len(heads), self.head_dim)
         else:
-            found = rows.unflatten(1, (-1, self.head_dim))[:, heads]  # a copy, which does not keep the other heads
+            found = rows.unflatten(1, (-1, self.head_dim))[:, heads]  # a copy, so the other heads can be freed
         return found[:, 0] if isinstance(self.head, int) else found
 
 
 class Selection(NamedTuple):
-    """Which rows of one request are captured, and what of them.
+    """Which rows of one request are captured, and in which dtype and with which heads they are returned.
 
     Attributes:
         prompt: int64, the selected positions of the prompt, ascending.
         length: of the prompt.
         generated: selectors of the generated tokens' rows.
         dtype: of the returned rows; None for the model's.
-        heads: the part of the returned rows; None for all of them.
+        heads: the heads of each row to return; None for the whole row.
     """
 
     prompt: np.ndarray
@@ -377,7 +377,7 @@ def _chosen(
 
 
 class MaskAhead:
-    """The mask of a selection from position 0 on. Its selectors are asked ahead, so that few steps ask."""
+    """The mask of a selection from position 0 on. It asks the selectors about more positions than needed, so that few steps ask."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
@@ -388,6 +388,6 @@ class MaskAhead:
         if stop > len(self._mask):
             try:
                 self._mask = self._selection.mask(np.arange(max(2 * stop, 256)))
-            except CaptureError:  # perhaps it knows no positions so far ahead
+            except CaptureError:  # a selector may refuse positions so far ahead
                 self._mask = self._selection.mask(np.arange(stop))
         return self._mask[:stop]

@@ -70,7 +70,7 @@ class Step(NamedTuple):
     Attributes:
         op: the name of an overload of PyTorch's aten operations: "mul.Tensor".
         args, kwargs: None, booleans, numbers, strings, the classes above, and tuples of these.
-        line: of the code that it was made from; 0 if unknown. Programs that differ only in lines are equal.
+        line: the line of the code that it was made from; 0 if unknown. Programs that differ only in lines are equal.
     """
 
     op: str
@@ -160,7 +160,7 @@ class Constant(ByDigest):
         known = _of_lazy.get(place)
         if known is None:
             known = _of_lazy[place] = cls._read(lazy_copy(tensor))
-            object.__setattr__(known, "_copy", lazy_copy(tensor))  # reserves the place for this content
+            object.__setattr__(known, "_copy", lazy_copy(tensor))  # keeps the content at its address
         return known
 
     @classmethod
@@ -173,7 +173,7 @@ class Constant(ByDigest):
 
     @property
     def numbers(self) -> np.ndarray:
-        """All its numbers in one axis; of bfloat16 their bits. The constant must have data."""
+        """All its numbers in one axis; for bfloat16, their bits. The constant must have data."""
         return np.frombuffer(self.data or b"", _NUMPY[self.dtype])
 
     @property

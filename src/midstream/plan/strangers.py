@@ -1,8 +1,8 @@
 """What untrusted plans may cost the requests that share their steps.
 
-A plan costs time once, when its request begins, and in each step: for its operations whatever the number of tokens, and for each token.
-`check_strangers` refuses a plan that would take too much of a step already with one token. The scheduler gives the requests of a step no
-more tokens than fit into `STEP_SECONDS` (`engine.shares`), so the limit holds for long prompts and for many requests.
+A plan costs time once, when its request begins. It also costs time in each step: a fixed part for its operations, and a part for each
+token. `check_strangers` refuses a plan that would take too much of a step even with one token. The scheduler gives the requests of a step
+no more tokens than fit into `STEP_SECONDS` (`engine.shares`), so the limit holds for long prompts and for many requests.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_strangers(plan: Plan, num_layers: int, device: str = "cuda") -> None:
 
 def step_work(plan: Plan, num_layers: int, device: str) -> StepWork:
     """What a plan costs the steps of its request. `device`: the engine's type of device."""
-    begin, is_grouped = 0.0, device == "cpu"  # where rows of each kind have runs of their own
+    begin, is_grouped = 0.0, device == "cpu"  # on a CPU, the rows of each kind are computed apart
     everywhere, listed = defaultdict[Point, list[Work]](list), defaultdict[Point, list[tuple[Work, Any]]](list)
     selectors: Counter[Point] = Counter()
     for item in plan.interventions:
@@ -102,7 +102,7 @@ def step_work(plan: Plan, num_layers: int, device: str) -> StepWork:
 
 
 def _kinds(listed: Sequence[tuple[Work, Sequence[int]]]) -> list[list[Work]]:
-    """The work at each kind of rows: positions with the same interventions."""
+    """The work for each kind of rows. Positions with the same interventions are of one kind."""
     at = defaultdict[int, list[int]](list)
     for number, (_, place) in enumerate(listed):
         for position in place:
@@ -125,7 +125,7 @@ def _work(item: Intervention, is_fused: bool) -> Work:
 
 
 def _arithmetic(item: Intervention, is_fused: bool) -> Work:
-    """The work of a single intervention, without that around its program."""
+    """The work of a single intervention, without the work around its program (`around`)."""
     if item.parts:  # a gate: the comparison of a score, and the choice of a value
         return Work(8)
     if item.its_program is not None:
@@ -133,6 +133,6 @@ def _arithmetic(item: Intervention, is_fused: bool) -> Work:
     width = max((value.width for _, value in item.values() if isinstance(value, Vector)), default=DEFAULT_WIDTH)
     if isinstance(item, Probe):
         return Work(4, row=4 * width + 8 * item.classes, products=width * item.classes)
-    if isinstance(item, Steer) and not item.norm_match:  # the vectors are summed before they meet the rows
+    if isinstance(item, Steer) and not item.norm_match:  # the vectors are summed before they are added to the rows
         return Work(0 if is_fused else 0.5, row=width / 8)
     return Work(0 if is_fused else 10, row=8 * width + (KEPT_ROW if isinstance(item, Reading) else 0))

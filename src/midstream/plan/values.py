@@ -89,9 +89,9 @@ class Plan:
 
     Args:
         interventions: edits, captures and probes.
-        final: makes its edits final. At their sites, final edits act after the other edits of a plan that they are added to, of any kind.
-            With "later", that plan may have no other edits that could undo them; with "all", it may have no other edits at all. It is meant
-            for engine-wide plans.
+        final: makes its edits final. If this plan is added to another one, its final edits act after all other edits at their sites. With
+            "later", the other plan may have no edits that could undo them; with "all", it may have no edits. It is meant for engine-wide
+            plans.
 
     Raises PlanError for anything else, for more than 64 probes, and for two probes of one name.
     """
@@ -211,7 +211,7 @@ class Plan:
 
     @cached_property
     def has_functions(self) -> bool:
-        """Whether an `Apply` has a function, which a model of midstream records."""
+        """Whether an `Apply` has a function that a model has yet to record as a program."""
         each = (part for item in self.interventions for part in (item, *item.parts))
         return any(isinstance(part, Apply) and part.is_function for part in each)
 
@@ -235,7 +235,7 @@ class Plan:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
         """
         key, known = (num_layers, prompt_length), self.__dict__.get("_normal")
-        if known is None or known[0] != key:  # the keys of KV blocks and the tables need the same one
+        if known is None or known[0] != key:  # kept: KV keys and tables need the same one
             known = self.__dict__["_normal"] = key, self._made_normal(*key)
         return known[1]  # type: ignore[no-any-return]
 
@@ -279,7 +279,7 @@ class Plan:
         return bool(self.interventions)
 
 
-# An argument alone would read as None. With several kinds of final edits, "all" counts.
+# As an InitVar with a default, `final` would always read as None. With several kinds of final edits, "all" counts.
 Plan.final = property(lambda plan: min((edit.final for edit in plan.edits if edit.final), default=None))  # type: ignore[attr-defined]
 
 

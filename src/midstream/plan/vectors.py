@@ -28,7 +28,7 @@ DIGEST_BYTES = 16
 
 
 def digest(*parts: bytes) -> str:
-    """blake2b of 16 bytes, in hexadecimal, of the parts in a row. It identifies vectors, plans and KV blocks."""
+    """The blake2b hash of the concatenated parts: 16 bytes in hexadecimal. It identifies vectors, plans and KV blocks."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         found.update(part)

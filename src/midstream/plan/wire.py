@@ -34,7 +34,7 @@ from midstream.plan.selections import Selector, made
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
-SAE_KIND = "sae"  # of what an SAE makes, by its name
+SAE_KIND = "sae"  # the kind of an intervention that a named SAE makes
 _READINGS: dict[str, type[Reading]] = {Capture.kind: Capture, Probe.kind: Probe}
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
@@ -42,7 +42,7 @@ MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs'
 MAX_PROGRAMS = 1 << 10
 MAX_STRANGERS_EDITS = 1 << 10
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
-MAX_STRANGERS_INPUTS = 8  # different values of other sites that its programs read
+MAX_STRANGERS_INPUTS = 8  # different values of other sites that a plan's programs read
 _TABLES = ("vectors", "runs", "programs", "constants")
 _ITEM_BYTES = 8  # counted for each number, list and dict
 _MAX_DEPTH = 16
@@ -167,8 +167,8 @@ def from_wire(
         trusted: False for a plan from an untrusted client. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers
             of the machine that reads it, and may not claim digests of named vectors.
         named_runs: runs that it may refer to by these names and ids; they override the plan's own data about runs.
-        saes: each `SAE` that it may refer to by name, and whose large matrices it may have without data.
-        may_be_final: whether its edits may be final. The key `final` of an edit makes it final, that of the plan all of its edits.
+        saes: the SAEs, by name. The plan may refer to them, and may have their large matrices without data.
+        may_be_final: whether its edits may be final. The key `final` of an edit makes it final; the key `final` of the plan, all edits.
 
     Raises:
         PlanError: anything is wrong. The message names the place, the given value and the allowed ones.
@@ -188,8 +188,8 @@ def from_wire(
 
 
 def from_packed(wire: Mapping[str, Any]) -> tuple[Intervention, ...]:
-    """The plan that `to_wire` wrote in another process of midstream, whose values are known to be right. An engine reads plans with it
-    between two steps, while all requests wait: it takes a sixth of the time of `from_wire`.
+    """The plan that `to_wire` wrote in another process of midstream, which has checked its values. This takes a sixth of the time of
+    `from_wire`: an engine reads plans between two steps, while all requests wait.
     """
     vectors = {key: Vector.known(np.frombuffer(data, "<f4"), key) for key, data in wire.get("vectors", {}).items()}
     runs, programs = _runs(wire.get("runs", {})), _programs(wire, True, {})
@@ -232,7 +232,7 @@ def _vectors(table: Any) -> dict[str, Vector]:
         if size > MAX_VECTOR_BYTES:
             raise fields.refuse("the plan's vectors", f"over {MAX_VECTOR_BYTES} bytes", f"up to {MAX_VECTOR_BYTES}")
         read[key] = Vector(np.frombuffer(data, "<f4"), place)
-        if read[key].digest != key:  # it keys the prefix cache: a wrong one would share KV that differs
+        if read[key].digest != key:  # the digest keys the prefix cache: a wrong one would share KV that differs
             raise fields.refuse(place, "not the digest of its bytes", f"{read[key].digest!r}")
     return read
 
@@ -281,7 +281,7 @@ class _PlanReader:
     _alike: dict[Any, Intervention] = dataclasses.field(default_factory=dict)
 
     def packed(self, item: dict[str, Any]) -> Intervention:
-        """An intervention whose values are right. Of those that differ in numbers, places and vectors alone, the first is checked."""
+        """An intervention with checked values. Of those that differ only in numbers, places and vectors, the first is checked again."""
         cls: Any = _READINGS.get(item["kind"]) or kind_of(item["kind"])
         differs = _differing(cls)
         own, rest = dict[str, Any](), list[Any]()

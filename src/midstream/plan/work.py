@@ -22,7 +22,7 @@ WRITE_SECONDS = 4e-4  # to write the program of a probe or a gated edit, once
 PLACE_SECONDS = 2e-4  # to put a program into the tables of a GPU, once for each layer
 CHECK_SECONDS = 4e-5  # to check an operation of a program in the engine, once
 GRAPH_ROWS = 512  # the most rows of a CUDA graph, which runs its programs on all of them
-DEFAULT_WIDTH = 1 << 12  # of a site where the plan does not say it
+DEFAULT_WIDTH = 1 << 12  # the width of a site if the plan does not say it
 KEPT_ROW = 1e3  # weighted numbers that cost as much as keeping one row of a capture
 _PER_LAUNCH = 8  # tensors that an operation takes or returns, beyond the first ones, that cost as much as one launch
 _FIRST_TENSORS = 4
@@ -45,8 +45,8 @@ _WEIGHTS = {
     """,
 }
 _WEIGHT_OF = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}
-# The launches of operations that cost more than one: those of several kernels; of indices, which are clamped before; of `var` and `std`,
-# for PyTorch's warning about the variance of a single number.
+# The launches of operations that cost more than one: some have several kernels; indexing operations have their indices clamped before;
+# for `var` and `std`, PyTorch may warn about the variance of a single number.
 _LAUNCHES = {
     2: "nansum slice_scatter select_scatter isinf isposinf isneginf native_layer_norm copysign",
     3: "isfinite where count_nonzero gather scatter scatter_add index index_put index_select embedding",
@@ -100,12 +100,12 @@ class Work(NamedTuple):
         return Work(*(count * each for each in self))
 
     def fixed_seconds(self, device: str) -> float:
-        """Of a step, whatever its number of rows."""
+        """The seconds in a step that do not depend on its number of rows."""
         rates = rates_of(device)
         return self.launches * rates.launch + self.shared * rates.number + self.shared_products * rates.product
 
     def row_seconds(self, device: str) -> float:
-        """Of each row in the step."""
+        """The seconds for each row in a step."""
         rates = rates_of(device)
         return self.row * rates.number + self.products * rates.product
 
@@ -158,7 +158,7 @@ def product_of(row: float, shared: float, row_products: float, shared_products: 
     Args:
         row, shared: as of `work_of`.
         row_products, shared_products: multiplications for each row and for all of them.
-        slower: than products of float32.
+        slower: how many times slower it is than a product of float32.
     """
     return Work(1, shared * READ_WEIGHT, row * _WEIGHT, shared_products * slower, row_products * slower)
 

@@ -44,9 +44,9 @@ _OTHERS = (
 
 
 def prompts_of(given: Any, *, checked: bool = True) -> tuple[list[Any], bool]:
-    """The given prompts, and whether it was a single prompt: neither a list of prompts nor an encoding of several rows.
+    """The given prompts, and whether a single prompt was given, rather than a list of prompts or an encoding of several rows.
 
-    Raises PromptError if it is neither, or, unless the caller checks them itself, if one of several is not a prompt.
+    Raises PromptError for anything else; with `checked`, also if one prompt of a list is not a prompt.
     """
     if isinstance(given, str) or is_chat(given):
         return [given], True
@@ -102,7 +102,7 @@ def numbered(number: int | None, name: str | None = None) -> Iterator[None]:
 
 
 def in_turn(convert: Callable[[Any], T], prompts: Sequence[Any]) -> list[T]:
-    """What `convert` makes of each. If there are several, its errors have the number of the prompt."""
+    """The prompts, each converted by `convert`. If there are several, its PromptErrors have the number of the prompt."""
     found = []
     for number, prompt in enumerate(prompts):
         with numbered(number if len(prompts) > 1 else None):
@@ -121,7 +121,7 @@ def check_form(prompt: Any) -> None:
 
 
 def _are_numbers(tokens: Collection[Any]) -> bool:
-    """Whether each is a number, or a tensor of one. By their types, of which there are few: prompts may have millions of tokens."""
+    """Whether each token is a number, or a tensor of one number. Checks the set of their types: prompts may have millions of tokens."""
     kinds = set(map(type, tokens))
     tensors = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
     are_single = not tensors or not any(token.ndim for token in tokens if type(token) in tensors)
@@ -186,7 +186,7 @@ def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     """The prompt's token ids, without those that its `attention_mask` masks; `tokenizer` returns the tokenizer for text.
 
-    Raises PromptError if there are none, or images; for a mask with holes, and for unusual positions and token types.
+    Raises PromptError for a prompt without tokens or with images, for a mask with holes, and for unusual positions and token types.
     """
     if type(prompt) is list and set(map(type, prompt)) == {int}:
         return _not_negative(prompt.copy())
@@ -261,7 +261,7 @@ def _as_ids(ids: Any, prompt: Any) -> torch.Tensor:
 
 
 def _check_text(text: str) -> None:
-    """Raise PromptError for text that has no form in UTF-8, which tokenizers read."""
+    """Raise PromptError for text that cannot be encoded in UTF-8, which tokenizers need."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -293,7 +293,7 @@ def warn_of_second_bos(ids: Any, tokenizer: Any) -> None:
 
 
 def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
-    """The tokens that are not masked. Raises PromptError for parts of an encoding with any other information."""
+    """The tokens that are not masked. Raises PromptError if the encoding says more, such as unusual positions."""
     parts = {name: torch.as_tensor(part).flatten() for name in _ENCODING[1:] if (part := prompt.get(name)) is not None}
     for name, part in parts.items():
         if len(part) != len(ids):
@@ -314,7 +314,7 @@ def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> list[int]:
-    """The token ids of a chat: the assistant's turn begins after it; if its last message is the assistant's, that message continues."""
+    """The token ids of a chat. They end with the beginning of the assistant's turn, or within it if the last message is the assistant's."""
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
             "The prompt is a chat, and the model's tokenizer has no chat template. Set one, model.tokenizer.chat_template = ..., or give "
@@ -375,7 +375,7 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
         single: whether there is one prompt, not a list of prompts.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: `given` has another form.
     """
     if not isinstance(given, (list, tuple)) or all(isinstance(item, Intervention) for item in given):
         if prompts > 1 and isinstance(given, (list, tuple)) and len(given) == prompts and _are_scales(given):
@@ -425,7 +425,7 @@ _USUAL = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0}  # values withou
 FORWARD_ARGUMENTS = {
     "output_hidden_states": "Read model.layers_output[i] in a trace, or capture resid_post with a plan.",
     "output_attentions": "Its attention kernels return no weights. Use LanguageModel(name, attn_implementation='eager').",
-    "use_cache": None,  # it always has one
+    "use_cache": None,  # vLLM always has a cache
 }
 
 
@@ -449,7 +449,7 @@ def sampling(
 
     Args:
         max_tokens: the default.
-        defaults: of the model's generation configuration. A repetition penalty always counts, the others if tokens are sampled.
+        defaults: the model's generation configuration. Its repetition penalty always counts, its other values only if tokens are sampled.
 
     Raises:
         ParameterError: a parameter of transformers' that has another name here.
@@ -505,7 +505,7 @@ class MissingSpace(NamedTuple):
     nats: float
 
     def warning(self, name: str, after: str) -> str:
-        """A text for the user. `name`: of the argument, and a verb; `after`: the prompt, in words."""
+        """A text for the user. `name`: the argument and a verb, as in "answers has"; `after`: the prompt, in words."""
         times = f"{math.exp(self.nats):,.0f}" if self.nats < math.log(1e6) else "more than 1,000,000"
         return (
             f"{name} {self.answer!r}. After {after} the token {self.spaced!r} is {times} times as likely: most words are one token with "

@@ -194,7 +194,7 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
 
 
 def _adds_token_types(architectures: Sequence[str]) -> bool:
-    """Whether the forward of one of these has token types in transformers."""
+    """Whether the forward of one of these transformers classes takes `token_type_ids`."""
     import transformers
 
     models = [getattr(transformers, name, None) for name in architectures]
@@ -233,7 +233,7 @@ class PreparedPlan:
     facts: ModelFacts
 
     def capture(self, name: str, sinks: Sinks, collected: Collected | None) -> RequestCapture:
-        """Takes the captured rows of a request, or of one of its samples, of this name. Raises CaptureError as `RequestCapture` does."""
+        """An object that takes the captured rows of a request, or of one of its samples. Raises CaptureError as `RequestCapture` does."""
         info = CaptureInfo(name, tuple(self.prompt), collected=collected)
         return RequestCapture(info, self.routes, sinks, self.no_rows, stops_in_prompt=self.plan.stops_in_prompt)
 
@@ -304,7 +304,7 @@ class Planner:
             self._layers_of[site] = (*self._layers_of.get(site, ()), layer)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError for errors in a plan on this model that do not depend on the prompt."""
+        """Raise PlanError if this model cannot carry out a plan, whatever the prompt."""
         plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, None, None, vectors=self._vectors.widths, runs=self._runs)
 
@@ -327,7 +327,7 @@ class Planner:
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
         sinks = tuple(
             tuple(map(destination_key, capture.sinks)) for capture in plan.captures
-        )  # equal functions may differ
+        )  # by identity: functions that compare equal may differ
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
         parts = (part for item in plan.interventions for part in (item, *item.parts))
         programs = filter(None, (part.its_program for part in parts))
@@ -380,7 +380,7 @@ Item = tuple[int, Any, InvokeResult | None]
 
 
 class OutputStream(Awaitable[Any]):
-    """The outputs of requests: iterate over them, or await the final ones. This submits the requests.
+    """The outputs of requests: iterate over them, or await the final ones. Either submits the requests.
 
     A request that fails has no final output; its error is raised when all requests have finished, several errors as a group. Leaving the
     loop early, or cancelling its task, aborts the unfinished requests.

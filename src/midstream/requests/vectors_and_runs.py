@@ -78,7 +78,7 @@ class Vectors(MutableMapping[str, Vector]):
         self._deleted.append(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._vectors  # by `__getitem__`, an error would look for similar names first, which is slow
+        return name in self._vectors  # not by `__getitem__`, whose error looks for similar names, which is slow
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._vectors)
@@ -222,7 +222,7 @@ class Runs(Mapping[str, RecordedRun]):
         return self._finish(self._forget(self._handles.pop(name)))
 
     async def drop(self, name: str) -> None:
-        """As `delete`, for a coroutine."""
+        """Delete a run as `delete` does, for callers that are coroutines."""
         await self._forget(self._handles.pop(name))
 
     async def add(self, run: RecordedRun) -> RecordedRun:
@@ -299,7 +299,7 @@ class Runs(Mapping[str, RecordedRun]):
 def _info(parts: list[dict[str, Any]], leases: int) -> RunInfo:
     """One run from all workers' answers, which differ only in leases: a request reaches them at different times.
 
-    `leases`: of this process. The workers count them as one.
+    `leases`: how many this process holds. The workers count them as one.
     """
     run = parts[0]
     there = max(part["leases"] for part in parts) + max(leases - 1, 0)
@@ -351,7 +351,7 @@ class HeldWeights:
         await self._hold({})
 
     async def _hold(self, weights: Mapping[str, Weight]) -> None:
-        """Send missing weights, and drop those that nobody wants, and others that exceed the budget.
+        """Send missing weights. Of the unused ones, drop those to forget, and the least recently used until the rest fits the budget.
 
         If the workers cannot be told, this record may be wrong until the next call, which tells them of all weights.
         """

@@ -33,7 +33,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor, and about those of its description."""
+        """The bytes of the tensor, and an estimate of those of its description."""
         return self.tensor.nbytes + _ENTRY_BYTES + _POSITION_BYTES * len(self.about["positions"])
 
     def file(self) -> tuple[int, Iterator[bytes]]:
@@ -50,7 +50,7 @@ class StoredTensor:
 class CaptureStore:
     """Captured tensors by handle. A handle has 256 random bits, and works only for its owner, until it expires.
 
-    If the store is full, an owner who holds at least half as much as the largest owner loses the oldest tensor. Owners are API keys, so on
+    If the store is full, an owner who holds at least half as much as the largest owner loses its oldest tensor. Owners are API keys, so on
     a server without keys one client may come as many owners. The time to store a tensor does not depend on the number of tensors.
 
     Args:
@@ -65,7 +65,7 @@ class CaptureStore:
         self._held: dict[str, StoredTensor] = {}  # the oldest first
         self._of_owner: dict[bytes, dict[str, int]] = {}  # the charged bytes of each handle, the oldest first
         self._owner_bytes: Counter[bytes] = Counter()
-        # The owners, by the number of binary digits of their bytes.
+        # The owners, by the bit length of the number of bytes that they hold.
         self._by_size: list[dict[bytes, None]] = [{} for _ in range(64)]
         self._total = self._bytes = 0
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a server takes from files at its start: named vectors, sparse autoencoders and the engine-wide plan."""
+"""Reads the files that a server takes at its start: named vectors, sparse autoencoders and the engine-wide plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Files(NamedTuple):
     """The content of a server's files, read as `midstream serve` names them.
 
     Attributes:
-        plan: as data, as a request has it; None if there is none.
+        plan: the engine-wide plan as plain data, as in a request; None if there is none.
     """
 
     vectors: dict[str, Vector]
@@ -31,7 +31,7 @@ class Files(NamedTuple):
 
 
 def read_files(settings: Settings) -> Files:
-    """Raises MidstreamError, which names the file and the mistake in it."""
+    """Read all files. Raises MidstreamError, which names the file and the mistake in it."""
     vectors, places = dict[str, Vector](), dict[str, str]()
     for path in settings.vector_files:
         with errors_in(VECTORS, path):
@@ -65,7 +65,7 @@ def check_widths(vectors: dict[str, Vector], facts: ModelFacts) -> None:
 
 @contextlib.contextmanager
 def errors_in(option: str, path: str | None) -> Iterator[None]:
-    """Have errors in the block name the file."""
+    """Make errors in the block name the option and the file."""
     try:
         yield
     except (OSError, ValueError, RecursionError, MidstreamError) as error:

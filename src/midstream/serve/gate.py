@@ -1,5 +1,5 @@
-"""The middleware around all routes of the server, vLLM's and midstream's: bodies that stall, plans in the wrong place, and responses that
-would be cut off.
+"""The middleware around all routes of the server, vLLM's and midstream's. It handles bodies that stall, plans in the wrong place, and
+responses that would be cut off.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Gate:
 
     - A body of which no part comes for 30 seconds is answered with 408, and JSON that is nested too deeply for Python with 400.
     - The field "midstream" is refused on routes that would ignore it.
-    - A server that is ending refuses new requests, and ends in spite of clients that neither send nor read, also after its engine has died:
-      uvicorn would wait for them.
+    - A server that is ending refuses new requests. It does not wait long for clients that neither send nor read, even if its engine has
+      died; uvicorn alone would.
     - A request that fails or outlives the server ends with an error in OpenAI's form: as its response, or in a stream as an event `error`.
-    - Every refusal because of load, vLLM's own too, says when to try again.
+    - Every response with status 429 or 503, also vLLM's, says when to try again.
     """
 
     def __init__(self, app: Any) -> None:
@@ -123,7 +123,7 @@ def _timed(receive: Any) -> Any:
 
     async def receiving() -> Any:
         nonlocal is_complete
-        if is_complete:  # what comes next is that the client leaves
+        if is_complete:  # the next message says that the client has left
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), _STALLED_SECONDS)
@@ -137,7 +137,7 @@ def _timed(receive: Any) -> Any:
 
 
 async def _checked(scope: Any, receive: Any) -> Any:
-    """A `receive` for the route, which for vLLM's routes has read the body. Raises RequestRefused."""
+    """A `receive` for the route. For vLLM's routes, the body is read and checked first. Raises RequestRefused."""
     path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
     server = getattr(scope["app"].state, NAME, None)
     if scope["method"] == "POST" and server is not None and server.is_draining:

@@ -19,10 +19,10 @@ BOUNDS = (
 
 
 class Monitors:
-    """What the engine-wide plan's probes have found, by their names. It stays when the plan goes."""
+    """Counts the scores and stops of the engine-wide plan's probes, by their names. The counts stay when the plan is removed."""
 
     def __init__(self) -> None:
-        # Of the scores below each of the bounds and not below the one before. NaN counts nowhere.
+        # How many scores are at most each bound and above the one before. NaN is not counted.
         self._counts = defaultdict[str, np.ndarray](lambda: np.zeros(len(BOUNDS), np.int64))
         self._stops = Counter[str]()
 
@@ -36,7 +36,7 @@ class Monitors:
                 )
 
     def note(self, chunks: Sequence[ScoreChunk], ended_by: str | None) -> None:
-        """Scores have come for tokens of a request; `ended_by`: the probe that has ended it."""
+        """Count scores that have come for a request. `ended_by`: the name of the probe that has ended the request."""
         if ended_by is not None:
             self._stops[ended_by] += 1
         for name, _, scores in chunks:
@@ -45,7 +45,7 @@ class Monitors:
             self._counts[name] += np.bincount(np.searchsorted(BOUNDS, values), minlength=len(BOUNDS))
 
     def metrics(self) -> Iterator[Metric]:
-        """In Prometheus form."""
+        """The counts in Prometheus form."""
         names = list({**self._counts, **self._stops})
         scores = HistogramMetricFamily(
             f"{NAME}_probe_score", "Scores of tokens by a probe of the engine-wide plan", labels=["probe"]

@@ -68,7 +68,7 @@ MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
 _SWITCH_SECONDS = (
-    1e-3  # for which threads that read plans may keep Python's lock from the event loop; Python's default is 5 ms
+    1e-3  # how long a thread that reads plans may keep Python's lock from the event loop; Python's default is 5 ms
 )
 _NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
 router = new_router()
@@ -225,7 +225,7 @@ def _about(vector: Vector) -> dict[str, Any]:
 async def upload_vectors(request: Request, replace: bool = False) -> Any:
     """Register every vector `[hidden]` of a safetensors file, which is the request's body, under its name in the file.
 
-    A name that is taken is an error. With `replace`, it is one only if the vector is another API key's.
+    A name that is taken is an error; with `replace`, only if this API key may not replace the vector.
     """
     server = server_of(request)
     data = await receive_body(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")

@@ -157,7 +157,7 @@ def _stream(server: Server, call: RemoteCall, adapters: Mapping[str | None, Any]
             _check_engine_wide_plan(server, call, plans)
     try:
         return server.model.stream(invokes, prompts, code, call.together, lowering)
-    except PlanError:  # of a plan and a prompt together
+    except PlanError:  # the plan does not fit its prompt
         with about("plans"):
             raise
     except (PromptError, ParameterError):

@@ -70,9 +70,9 @@ from midstream.vllm.vllm_model import VLLM
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
-MAX_SCORES = 1 << 16  # numbers of the probes of one request
+MAX_SCORES = 1 << 16  # numbers that the probes of one request may return
 _LONGEST_ANSWER = 256
-_DRAIN_SECONDS = 0.05  # between two looks at what runs
+_DRAIN_SECONDS = 0.05  # between two checks for running requests
 ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"  # an environment variable of the server
 NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
@@ -94,7 +94,7 @@ class Server:
         owners: the owner of each named vector, SAE and run, by `("vectors" | "saes" | "runs", name)`.
         recording: the owner of each run that is being recorded, by its name.
         planned: how many prompts have run with a plan, including the engine-wide plan.
-        running: how many of them run now.
+        running: how many prompts with a plan or of `midstream.Remote` run now. A sweep counts as one.
         receiving: bytes of each API key's bodies that are being received.
         sweeps: how many sweeps of each API key run now.
         is_draining: whether the server is ending, and refuses new requests.
@@ -206,7 +206,7 @@ class Server:
         with _refusing():
             given = _loaded(f"{NAME}.plan", content.get("plan"))
             plan = Plan() if given is None else self.read_plan(given, may_be_final)
-            packed(without_destinations(plan))  # which the event loop needs
+            packed(without_destinations(plan))  # cached, so that the event loop need not pack the plan
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:
@@ -315,12 +315,12 @@ def check_theirs(request: Request, what: str, name: str, there: Collection[str])
         raise RequestRefused(403, f"The {_called(what, name)} is another API key's. {NO_ADMIN}", "name")
     values = server_of(request).model.plan.values()
     used = {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}
-    if what != "saes" and name in used:  # a plan has what it needs of an SAE
+    if what != "saes" and name in used:  # a plan has its own copy of what it needs from an SAE
         raise RequestRefused(409, f"The engine-wide plan uses the {_called(what, name)}.", "name")
 
 
 def check_free(request: Request, what: str, name: str, there: Collection[str], replace: bool, field: str) -> None:
-    """Raise RequestRefused if a name is taken; with `replace`, only if the client may not replace what has it."""
+    """Raise RequestRefused if a name is taken; with `replace`, only if the client may not replace the object that has it."""
     if name not in there:
         return
     if not replace:
@@ -376,7 +376,7 @@ def is_admin(request: Request) -> bool:
 
 
 def check_quota(what: str, own: int, together: int, most: int, before: int = 0) -> None:
-    """Raise RequestRefused for a key that would hold more than it leaves for others. So a key always finds as much room as a later one.
+    """Raise RequestRefused for a key that would hold more than all keys together would leave free.
 
     Args:
         own: how many the key would hold.
@@ -397,7 +397,7 @@ Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 class SpanOfText(BaseModel):
-    """As `midstream.Span`."""
+    """The data of a `midstream.Span`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     span: str = Field(max_length=4096)
@@ -405,7 +405,7 @@ class SpanOfText(BaseModel):
 
 
 class SelectorOfRows(BaseModel):
-    """As a `midstream.plan.selections.Selector`."""
+    """The data of a `midstream.plan.selections.Selector`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     selector: str = Field(max_length=256)
@@ -427,7 +427,7 @@ def openapi_body(path: str, body: type[BaseModel]) -> dict[str, Any]:
 
 
 def _content(given: Any) -> dict[str, Any]:
-    """The field as a dict with some of its keys. Raises PlanError."""
+    """The field as a dict with some of the keys "plan", "answers" and "inline". Raises PlanError."""
     given = _loaded(NAME, given)
     if isinstance(given, list) or (isinstance(given, dict) and "interventions" in given):
         return {"plan": given}
@@ -473,7 +473,7 @@ class _ScoredChoice:
     """The scores of one choice.
 
     Attributes:
-        chunks: those that have come; it grows.
+        chunks: the scores that have come so far.
     """
 
     def __init__(self) -> None:
@@ -481,7 +481,7 @@ class _ScoredChoice:
         self._sent = 0
 
     def new(self, probes: Sequence[Probe]) -> dict[str, Any]:
-        """Those since the last call, without probes that have none."""
+        """The scores that have come since the last call, without probes that have no new ones."""
         fresh, self._sent = self.chunks[self._sent :], len(self.chunks)
         data = _scores_data(probes, fresh) if fresh else {}
         return {name: each for name, each in data.items() if each["positions"]}
@@ -491,8 +491,8 @@ class _ScoredChoice:
 
 
 def _scores_data(probes: Sequence[Probe], chunks: Sequence[ScoreChunk]) -> dict[str, Any]:
-    """Scores as JSON: `{name: {"positions": [...], "scores": [[...], ...], "indices": [[...], ...]}}`, the last if the
-    probe says what its scores are of. A number that JSON lacks is null."""
+    """Scores as JSON: `{name: {"positions": [...], "scores": [[...], ...], "indices": [[...], ...]}}`, with `indices` only if the
+    probe says which features its scores belong to. A number that JSON lacks is null."""
     scores = Scores(probes, chunks)
     indices = scores.indices
     return {
@@ -514,8 +514,8 @@ class ServedRequest:
         self.inline = MAX_INLINE_BYTES if inline else 0  # bytes that may still be put inline
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float | None] | None] = []
-        self._missing: list[Sequence[MissingSpace]] = []  # by prompt, as of `InvokeResult`
-        self._most_scores = 0  # that all of its choices can have
+        self._missing: list[Sequence[MissingSpace]] = []  # by prompt: see `InvokeResult.missing`
+        self._most_scores = 0  # the most scores that all of its choices can have
         self._scored: dict[int, _ScoredChoice] = {}  # by the number of the choice
         self._stops: dict[int, str] = {}  # the choices that a probe has ended
         self._unfinished = 0  # prompts
@@ -571,7 +571,7 @@ class ServedRequest:
         return outputs()
 
     def _note_scores(self, first: int, output: Any, probes: Sequence[Probe]) -> None:
-        """Note the scores that have come for a prompt's choices, of which `first` is the first. `probes`: of all of its plan."""
+        """Note the scores that have come for a prompt's choices, of which `first` is the first. `probes`: its own and the engine's."""
         for sample in output.outputs:
             choice = first + sample.index
             self._scored.setdefault(choice, _ScoredChoice()).chunks = chunks_of(sample)
@@ -641,7 +641,7 @@ class ServedRequest:
         the response of the last event.
         """
         chunk: dict[str, Any] = {}
-        ended = set[int]()  # the choices whose end an event has told
+        ended = set[int]()  # the choices whose end was in an event
         async for event in events:
             if isinstance(event, str):
                 if event == _DONE:

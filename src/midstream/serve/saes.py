@@ -48,7 +48,7 @@ async def list_saes(request: Request) -> dict[str, Any]:
 async def upload_sae(request: Request, name: str, replace: bool = False) -> Any:
     """Register a sparse autoencoder, which is the request's body as `midstream.SAE.written` writes it.
 
-    A name that is taken is an error. With `replace`, it is one only if the SAE is another API key's.
+    A name that is taken is an error; with `replace`, only if the SAE is another API key's.
     """
     server, saes = server_of(request), server_of(request).saes
     fields.name("name", name)
@@ -88,7 +88,7 @@ async def delete_sae(request: Request, name: str) -> Any:
 
 
 async def _forget(server: Server, gone: SAE | None) -> None:
-    """Have the workers drop the matrices of an SAE that the server no longer has, unless it has them in another one."""
+    """Have the workers drop the matrices of an SAE that the server no longer has, except those that another SAE shares."""
     if gone is not None:
         kept = {digest for sae in server.saes.values() for digest in sae.held}
         await server.model.connection.weights.forget(gone.held.keys() - kept)

@@ -1,8 +1,8 @@
-"""Values as data, from a server to its clients, and the messages of them in an HTTP response.
+"""Writes and reads values as data, and the messages that bring them from a server to its clients in an HTTP response.
 
 Data is msgpack of the closed list of types in `_KINDS`, so reading it (`unpack_data`) runs none of the sender's code. Numbers and texts
-stand for themselves, and every other value is a list `[kind, *parts]`. Tensors and messages are those of `transport.messages`, with data as
-the bodies.
+stand for themselves, and every other value is a list `[kind, *parts]`. Tensors and messages are as in `transport.messages`, but the bodies
+are data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHUNK_BYTES, _LEAST_BYTES = 1 << 20, 1 << 16
 
 
 def pack_data(value: Any, stream: SentTensors | None = None) -> Packed:
-    """As `messages.pack`, with data as the body."""
+    """Pack a value as `messages.pack` does, but with data as the body."""
     return with_tensors(*_as_data(value), stream)
 
 
@@ -124,7 +124,7 @@ def register_data_kind(
 def unpack_data(
     body: bytes | bytearray, payload: torch.Tensor, table: Sequence[TensorEntry], known: dict[int, torch.Tensor]
 ) -> Any:
-    """The value. Raises ChannelError for anything that `pack_data` does not write. Arguments as for `resolve_tensors`."""
+    """The value that `pack_data` wrote. Raises ChannelError for anything else. Arguments as for `resolve_tensors`."""
 
     def read(tree: Any) -> Any:
         if not isinstance(tree, list):
@@ -247,7 +247,7 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _error_parts(error: MidstreamError) -> tuple[Any, ...]:
-    """The nearest class of midstream's that a client has, the nearest builtin one, the text, and the notes."""
+    """The error as data: its nearest class in `midstream.errors`, its nearest builtin class, its text, its field and its notes."""
     own = next(each.__name__ for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
     builtin = next(each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins")
     notes = [_as_utf8(note) for note in getattr(error, "__notes__", [])]

@@ -97,7 +97,7 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any, stream: SentTensors | None = None, *, exact: bool = False) -> Packed:
-    """Divide `value` into a body, a pickle, and tensors. Parts that cannot be pickled become an `UnsendableError`; they never raise.
+    """Divide `value` into a body, a pickle, and tensors. Each part that cannot be pickled becomes an `UnsendableError`; nothing raises.
 
     Args:
         stream: tensors that were sent on it are not sent again unless they have changed.
@@ -167,7 +167,7 @@ def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> A
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles a value, with its tensors as out-of-band buffers. `stands_in`: whether another object stands for a tensor."""
+    """Pickles a value, with its tensors as out-of-band buffers. `stands_in`: whether an object that is not a tensor stands for one."""
 
     def __init__(self, file: io.BytesIO, stands_in: Callable[[Any], bool]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda buffer: buffer is not OUT_OF_BAND)
@@ -190,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _fill_copies(kind: type, state: Any) -> Any:
-    """Set the attributes of a class that came by value. A class of this process, which a trace has returned, keeps its own."""
+    """Set the attributes of a class that came by value. A class that this process sent, and that a trace has returned, stays as it is."""
     return kind if is_sent(kind) else _class_setstate(kind, state)
 
 
@@ -212,7 +212,7 @@ def pickled(value: Any, stands_in: Callable[[Any], bool] = lambda _: False) -> t
     for pickler in (_Pickler, _ForgivingPickler):
         try:
             return *_pickle(value, pickler, stands_in), pickler is _ForgivingPickler
-        except Exception as error:  # from the second one, a container whose own class cannot be pickled
+        except Exception as error:  # the second pickler raises for a container whose own class cannot be pickled
             failure = UnsendableError(type(value).__qualname__, repr(error))
     return *_pickle(failure, _Pickler, stands_in), True
 
@@ -230,7 +230,7 @@ class ResultHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of captured rows, or of a trace's results.
 
     Attributes:
-        key: of the mailbox that they go to.
+        key: the key of the mailbox that takes the message.
         request: the engine's name of the request.
         final: whether this is the worker's last message for the request.
         stage: the worker's pipeline stage.
@@ -305,7 +305,7 @@ def receive(sock: socket.socket, size: int) -> bytearray:
 
 
 def receive_into(sock: socket.socket, memory: memoryview) -> None:
-    """As `read`, as many bytes as the memory has."""
+    """Fill the memory from the socket. Raises ConnectionError at the end of the connection."""
     while memory:
         count = sock.recv_into(memory, 0, socket.MSG_WAITALL)
         if not count:

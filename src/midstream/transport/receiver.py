@@ -144,7 +144,7 @@ class Mailbox:
     # For the receiver.
 
     def deliver(self, message: Message) -> None:
-        """A message has come."""
+        """Add a message that has come."""
         with self._changed:
             if not self._closed:
                 self._messages.append(message)
@@ -152,7 +152,7 @@ class Mailbox:
                 self._wake()
 
     def fail(self, error: ChannelClosedError) -> None:
-        """No more messages come. Readers get the messages that are here, then this error."""
+        """End the mailbox: readers get the messages that are here, then this error."""
         with self._changed:
             self._error = self._error or error
             self._wake()
@@ -168,7 +168,7 @@ class Mailbox:
         return None
 
     def _release(self, more: int = 0) -> None:
-        """The reader has finished the message that it took."""
+        """Free the bytes of the message that the reader has finished, and `more` bytes."""
         size, self._taken = self._taken + more, 0
         if size:
             self._budget.add(-size)

@@ -58,7 +58,7 @@ class _OutgoingFrame(NamedTuple):
 
 
 class Sender:
-    """Sends values to the client whose `Receiver.address` this is, from a thread of its own.
+    """Sends values to the client with this `Receiver.address`, from a thread of its own.
 
     Args:
         name: identifies this worker in the client's `lost` and `expect`.
@@ -96,8 +96,8 @@ class Sender:
             stream: a tensor that an earlier message of this stream contained (the same object, unchanged) is not sent again. A stream
                 belongs to one thread and ends with `end`. The tensor's version shows changes in place. Tensors made in inference mode
                 have no version: do not change them, or send them again with `exact`.
-            ready: for each device, an event after which its tensors are complete, also tensors in host memory that a device writes.
-                By default, the end of the work that the caller's current streams have now.
+            ready: for each device, an event after which its tensors are complete. The CPU has one if a device still writes tensors in host
+                memory. By default, the events are recorded now, on the caller's current streams.
 
         Raises:
             ChannelClosedError: the channel is closed.
@@ -221,7 +221,7 @@ class _Filled(NamedTuple):
     """A chunk in a slot.
 
     Attributes:
-        copied: after it, the slot is filled; None if it is now.
+        copied: the event after which the slot is filled; None if it is filled already.
     """
 
     slot: int
@@ -326,7 +326,7 @@ class SenderSlots:
 
     @contextlib.contextmanager
     def _copying(self, device: torch.device, ready: Mapping[torch.device, torch.cuda.Event]) -> Iterator[None]:
-        """A block that copies tensors of the device, on a stream of its own if it has streams."""
+        """A block in which to copy a device's tensors, once they are complete; on a GPU, on a stream of this sender's."""
         if device.type != "cuda":
             if device in ready:
                 ready[device].synchronize()
@@ -369,7 +369,7 @@ class SenderSlots:
                 self._descriptor = os.memfd_create("midstream-results")
                 os.ftruncate(self._descriptor, size)
             mapped = mmap.mmap(-1 if self._descriptor is None else self._descriptor, size)
-        except OSError as error:  # not the socket's
+        except OSError as error:  # so that `send` does not take it for an error of the socket
             raise MemoryError(str(error)) from error
         return torch.frombuffer(mapped, dtype=torch.uint8)
 

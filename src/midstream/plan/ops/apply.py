@@ -27,8 +27,8 @@ class Apply(Edit):
             `lambda h: h - (h @ d)[:, None] * d`. It may use any PyTorch operation on each token's value, but may not look at numbers. When
             you pass the plan to a model, midstream runs the function twice on stand-ins for tensors, and sends its operations as data. You
             can also give such data: a `midstream.plan.program.Program` of the site's width.
-        inputs: (site, layer) of each further input of the program or the function, `[("resid_post", 2)]`: the values there before the
-            plan's own edits. The site itself may be one of them.
+        inputs: (site, layer) of each further input of the program or the function, `[("resid_post", 2)]`. The program gets
+            the values from before the plan's own edits there. The site itself may be one of them.
         phase, positions: as in `Steer`.
 
     Raises:
@@ -70,7 +70,7 @@ class Apply(Edit):
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function still, which is recorded when the plan meets a model (`lowering.row_programs`)."""
+        """Whether `program` is still a function. `lowering.row_programs` records it when the plan is given to a model."""
         return not isinstance(self.program, Program)
 
     @property

@@ -72,7 +72,7 @@ class Clamp(Edit):
         return 1 if self.head is None else len(self.head)
 
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Clamp]:
-        """Also one edit for each head, since each head has its own part along the direction."""
+        """One edit for each layer, position and head: each head has a part of its own along the direction."""
         for one in super().spread(num_layers, prompt_length):
             yield from (one,) if self.head is None else (changed(one, head=(head,)) for head in self.head)
 
@@ -110,7 +110,7 @@ class Clamp(Edit):
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:
-        along_T1 = (h_TH * v_H).sum(-1, keepdim=True)  # not a product of matrices, which may depend on T
+        along_T1 = (h_TH * v_H).sum(-1, keepdim=True)  # not a matrix product, whose rounding may depend on T
         return h_TH + c * (along_T1.clamp(a, b) - along_T1) * v_H
 
     @staticmethod

@@ -78,7 +78,7 @@ class Op(NamedTuple):
         after: for a capture or a probe, whether it reads the value after the edits, and not before them.
         program: an edit's function in place of arithmetic; a capture's or a probe's function of the value that it reads.
         inputs: the (site, layer) of the program's further inputs.
-        is_final: whether it is that of a final edit.
+        is_final: whether it is the op of a final edit.
     """
 
     kind: str
@@ -124,9 +124,9 @@ class Intervention:
         kind: its name on the wire.
         layer_field, position_field: the names of the fields for layers and positions.
         function: the field that holds a `Program`; None if there is none.
-        operands: the fields that hold a vector of the site's width, or the name of one. Of an edit the arithmetic's v and w: at most two.
+        operands: the fields that hold a vector of the site's width, or the name of one. An edit has at most two: v and w.
         part_fields: the fields that hold interventions, one or a tuple.
-        selector_fields: the fields that hold what `Capture.positions` may be.
+        selector_fields: the fields that take the same values as `Capture.positions`.
         at_attention: whether it changes the attention of a layer, and not single rows of a site.
         run_operands: the operands that may also hold a `RecordedRun` or zeros; `Edit.run_row` says which row.
         head: the head to which it is limited, at a site with heads, or a tuple of several; None for the whole width.
@@ -172,7 +172,7 @@ class Intervention:
 
     @property
     def copies(self) -> int:
-        """How many edits stand for it at one layer and position in the normal form."""
+        """Edits per layer and position in its normal form."""
         return 1
 
     def with_parts(self, change: Callable[[Intervention], Intervention]) -> Intervention:
@@ -239,7 +239,7 @@ class Intervention:
         fields.settle(self, **attributes)
 
     def layers_in(self, num_layers: int) -> Sequence[int]:
-        """Its layers in a model of `num_layers`; 0 if that is unknown. Raises PlanError for a layer outside the model."""
+        """Its layers in a model with `num_layers` layers (0: unknown). Raises PlanError for a layer outside the model."""
         if self.at_layers == "all":
             return range(num_layers)
         for layer in self.at_layers:
@@ -267,7 +267,7 @@ class Intervention:
         """The intervention with layers counted from 0, except for those outside the model. Raises PlanError for a layer that
         occurs twice.
         """
-        if self.at_layers == "all" or self.at_layers[0] >= 0:  # they are in order
+        if self.at_layers == "all" or self.at_layers[0] >= 0:  # layers ascend, so no other one is negative
             return self
         if self.layer_field == "layer":
             return changed(self, layer=self.layer + num_layers) if self.layer >= -num_layers else self
@@ -279,7 +279,7 @@ class Intervention:
 
     @property
     def is_of_generated(self) -> bool:
-        """Whether its positions number generated tokens, from the first."""
+        """Whether its positions are numbers of generated tokens, counted from 0."""
         return False
 
     def place_in(self, prompt_length: int | None) -> Any:
@@ -289,7 +289,7 @@ class Intervention:
         return fields.resolved(self.label(self.position_field), self.place, prompt_length)
 
     def per_layer(self, num_layers: int | None) -> Iterator[Self]:
-        """One intervention for each of its `layers`; itself if these are "all" of an unknown number."""
+        """One intervention for each of its `layers`; itself if they are "all" and the number of layers is unknown."""
         if self.layers == "all" and num_layers is None:
             yield self
             return
@@ -306,8 +306,8 @@ class Edit(Intervention):
         adds: whether the arithmetic returns a summand rather than the new value. Consecutive edits that add are computed from the same h
             and added to it in one sum, so their order does not matter.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
-        limited_by: the operand, if there is one, that is 0 in the dimensions that the edit leaves as they are; None in it stands for ones.
-            A kind that names it may have a field `head`.
+        limited_by: the operand that is 0 in the dimensions that the edit leaves unchanged; if its field is None, it counts as ones. Only a
+            kind that names such an operand may have a field `head`.
     """
 
     order: ClassVar[int]
@@ -329,7 +329,7 @@ class Edit(Intervention):
 
     @classmethod
     def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
-        """The edits that change each row as a trace does; empty if edits of this kind cannot.
+        """The edits of this kind that change each row as `change` says; empty if there are none.
 
         Args:
             where: `{"phase": ...}`, or `{"positions": ...}` of the prompt.
@@ -337,7 +337,7 @@ class Edit(Intervention):
         return ()
 
     def shape(self, field: str) -> Shape | None:
-        """The function that checks and changes a named vector in this operand; None for none."""
+        """The function that checks and changes a named vector in this operand; None to take the vector as it is."""
         return None
 
     def run_row(self) -> tuple[str, int, int]:
@@ -362,8 +362,8 @@ class Edit(Intervention):
         """
         raise NotImplementedError
 
-    # The same in Triton, for one row, `[H]`; `tl` is triton.language, and w is 1 without a second operand. A static method without
-    # annotations, which Triton does not allow. An edit without a kernel runs on CPUs only.
+    # `reference` in Triton, for one row `[H]`. `tl` is triton.language; w is 1 if there is no second operand. Make it a static method
+    # without annotations, since Triton does not allow them. An edit without a kernel runs on CPUs only.
     kernel: ClassVar[Callable[..., Any] | None] = None
 
     # These follow from the fields.
@@ -408,7 +408,7 @@ class Edit(Intervention):
         return any([isinstance(getattr(self, field), RecordedRun) for field in self.run_operands])
 
     def effect(self) -> tuple[Any, ...]:
-        """The edit's effect without its place, as a key. It has the ids of runs, which hash faster."""
+        """A key of the edit's effect, without its place. It has the ids of runs in place of the runs, since ids hash faster."""
         names = field_names(type(self))  # type: ignore[arg-type]
         values = [getattr(self, name) for name in names if name not in self.place_fields]
         return (self.kind, *(value.id if isinstance(value, RecordedRun) else value for value in values))
@@ -559,8 +559,8 @@ def edited(
         values: (site, layer) -> `[T, width]`, for `Op.inputs`.
 
     Returns:
-        `[T, H]` in the dtype of `x_TH`, equal to it wherever the edits change nothing. There, a zero may have the other sign: keep the old
-        value.
+        `[T, H]` in the dtype of `x_TH`. Where the edits change nothing it equals `x_TH`, except that a zero may have the other sign: keep
+        the old value there.
     """
     h_TH = _by_arithmetic(x_TH, ops, bank)
     for op in with_programs(ops):
@@ -572,7 +572,7 @@ def edited(
 
 
 def with_programs(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The edits among the ops that run a program, after the others."""
+    """The edits among the ops that run a program. They act after the others."""
     return tuple(op for op in ops if op.program is not None and op.is_edit)
 
 

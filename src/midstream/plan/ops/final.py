@@ -1,9 +1,9 @@
-"""Final edits: at their site they act after all other edits, and they bound where a plan may have others.
+"""Final edits act after all other edits at their site, and limit where a plan may have other edits.
 
     model.plan = Plan([Clamp("resid_post", direction=d, low=0, high=0)], final="later")
 
-A final edit is of the same kind as any other, of a class of its own that differs in `order`: so it has the same fields, checks, arithmetic
-and wire form, and is equal to no edit that is not final.
+The class of a final edit derives from the class of its kind and has a higher `order`. So a final edit has the fields, checks and arithmetic
+of its kind, and equals no edit that is not final. In the wire form, it has the key `final`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from midstream.sites import Point, comes_before
 Final = Literal["later", "all"]
 FINALS: tuple[Final, ...] = ("later", "all")
 _AFTER_ALL = 1 << 20  # more than the order of any kind
-_Place = tuple[Point, bool]  # and whether it is the attention that makes the site's value, and not that value
+# A point; and whether the edit acts on the attention that computes the point's value, not on the value itself.
+_Place = tuple[Point, bool]
 
 
 class _FinalEdit:
-    """What classes of final edits have before the class of their kind."""
+    """The first base of every class of final edits; the second is the class of the kind."""
 
     final: ClassVar[Final]
 
@@ -61,14 +62,14 @@ def _of_class(edit: Edit, kind: type[Edit]) -> Edit:
 
 
 def check_final(edits: Sequence[Edit], num_layers: int) -> None:
-    """Raise PlanError if an edit could undo what final edits do, or if there may be no others.
+    """Raise PlanError if an edit could undo what final edits do, or if the final edits allow no other edits.
 
-    An edit may act where the model has computed nothing yet that a final edit has changed, or that a final edit reads. It may also act at a
-    site and layer where all these final edits act again. It may act nowhere else: later values carry what final edits have changed, and
-    attention brings it from earlier positions, so the rule does not depend on positions and phases.
+    An edit may act on values that the model computes before all values that final edits change or read. It may also act at a site and
+    layer where all final edits that may have acted before act again. It may act nowhere else: later values carry the changes of final
+    edits, and attention carries them on from earlier positions, so the rule does not depend on positions and phases.
 
     Args:
-        edits: of one plan, all of it.
+        edits: all edits of one plan.
     """
     final, others = list[Edit](), list[Edit]()
     for edit in edits:
@@ -107,7 +108,7 @@ def _places(edit: Edit, num_layers: int) -> Iterator[_Place]:
 
 
 def _is_before(one: _Place, other: _Place) -> bool:
-    """Whether every model computes one before it computes the other."""
+    """Whether every model computes `one` before `other`."""
     if one[0] == other[0]:
         return one[1] and not other[1]
     return comes_before(one[0], other[0])

@@ -91,7 +91,7 @@ class Patch(Edit):
         return given
 
     def with_places(self, **found: tuple[int, ...]) -> Intervention:
-        """A span does not show how many tokens it has, so one row does not fill all of them unasked."""
+        """Raises PlanError if one `source_position` would fill several tokens of a span: the user may take the span for one token."""
         positions, sources = found.get("position", ()), self.source_position
         if sources is not None and len(sources) == 1 < len(positions):
             numbers = list(positions)

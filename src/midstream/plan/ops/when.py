@@ -94,11 +94,11 @@ class When(Edit):
         )
         fields.settle(self, probe=condition, then=edits, **bounds)
 
-    # Of a plan's `When`, which has one edit.
+    # A `Plan` splits a `When` with several edits, so what follows is about a `When` with one edit.
 
     @property
     def alone(self) -> tuple[When, ...]:
-        """One for each edit."""
+        """One `When` for each edit."""
         return (self,) if len(self.then) == 1 else tuple(changed(self, then=(edit,)) for edit in self.then)
 
     @property
