@@ -46,7 +46,7 @@ class UnsupportedVersionError(MidstreamError):
 
 
 class UnguardedScriptError(MidstreamError, SystemExit):
-    """The script starts an engine when it is imported, which each process of the engine does.
+    """The script starts an engine when it is imported, and each process of the engine imports it.
 
     If nothing catches it, Python prints the message without a traceback and ends with status 1.
     """
@@ -60,7 +60,9 @@ class UnguardedScriptError(MidstreamError, SystemExit):
 
 
 class ArchitectureError(MidstreamError):
-    """midstream cannot find the model's sites. Raised when the model is loaded, never at first use."""
+    """midstream cannot find the model's sites, which it reports when the model is loaded; or it does not support a part of the model that
+    a feature needs, such as `attention_probabilities`.
+    """
 
 
 class UnknownSiteError(MidstreamError, LookupError):

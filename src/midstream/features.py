@@ -1,7 +1,7 @@
 """Which texts activate the features of a sparse autoencoder most, from a directory of captured rows.
 
 examples = max_activating(open_captures("activations"), sae, top=10)
-examples.density                                   # [features], at which share of the tokens each is active
+examples.density                                   # [features], the share of the tokens at which each is active
 examples[1234][0].activation, examples[1234][0].token_ids
 examples.to_dataframe(model.tokenizer)             # a row for each feature
 """
@@ -48,7 +48,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureExamples(Mapping[int, list[Example]]):
-    """The contexts with the highest activations of each feature, the highest first; one of each request. Made by `max_activating`.
+    """The contexts with the highest activations of each feature, the highest first; one per request. Made by `max_activating`.
 
     Attributes:
         features: which features, in the order of the tensors.
@@ -81,7 +81,7 @@ class FeatureExamples(Mapping[int, list[Example]]):
 
     def to_dataframe(self, tokenizer: Any) -> pandas.DataFrame:
         """A row for each feature: `feature`, `density`, `highest`, `mean`, `top_tokens` (texts), and `top_context`, in which the token with
-        the highest activation is in «these».
+        the highest activation stands between « and ».
         """
         import pandas
 
@@ -102,10 +102,10 @@ class FeatureExamples(Mapping[int, list[Example]]):
 
 
 class _Best:
-    """The highest activations of each feature so far, one of each request.
+    """The highest activations of each feature so far, one from each request.
 
     Attributes:
-        values, requests, rows: `[kept, features]`: activations, the numbers of their requests and which rows of these they are of.
+        values, requests, rows: `[kept, features]`: the activations, the numbers of the requests that have them, and their rows in these.
     """
 
     def __init__(self, count: int, top: int) -> None:

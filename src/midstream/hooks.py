@@ -5,7 +5,7 @@
     handle.remove()
 
 `torch.compile` traces hooks of `before` and `after` into the compiled forward, provided that it can trace the given function. A trace's
-code also calls modules, on values of its own. Hooks that are about the forward's values ask `is_in_body`, and leave such calls alone.
+code may also call modules, on values of its own. Hooks for the forward's values ask `is_in_body`, and ignore these calls.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def after(module: nn.Module, see: After, *, first: bool = False) -> Handle:
 
 
 def after_call(module: nn.Module, see: Callable[[Any, Any, Any], Any]) -> Handle:
-    """Call `see(args, kwargs, output)` after every call of `module`, with the arguments that its `forward` got; as `after`."""
+    """Call `see(args, kwargs, output)` after every call of `module`, with its `forward`'s arguments. A result replaces the output."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return see(args, kwargs, output)
@@ -82,7 +82,7 @@ def around(module: nn.Module, see_input: Before | None, see_output: After) -> Ha
 
 
 class _Inside:
-    """The module's forward, run in a context. A copy of the module has one that runs the copy."""
+    """The module's forward, run in a context. In a deep copy of the module, it runs the copy's forward."""
 
     def __init__(self, module: nn.Module, context: Callable[[Any], AbstractContextManager[Any]]) -> None:
         self.module, self.context, self.forward = module, context, module.forward
@@ -106,7 +106,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Handle:
 
 
 class _Replaced:
-    """A replaced `forward`, of a module or inside a wrapper. Remove those of one module in the reverse order of their creation."""
+    """A replaced `forward`, of a module or inside a wrapper. Remove a module's replacements in the reverse order of their creation."""
 
     def __init__(self, owner: dict[str, Any], forward: Callable[..., Any]) -> None:
         self._owner = owner

@@ -41,7 +41,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
         model_name: the name that the server gives the model.
         base_url: with `/v1`. Default: the environment variable MIDSTREAM_BASE_URL.
         api_key: default: the environment variable MIDSTREAM_API_KEY. Not needed for a server without keys.
-        plan: every request's plan, as JSON (`Plan.to_json()`) or as the plain data that JSON means; or the whole field, with `plan` and
+        plan: every request's plan, as JSON (`Plan.to_json()`) or as plain data; or the request's whole field `midstream`, with `plan` and
             `answers`. A key of the field in `GenerateConfig.extra_body["midstream"]` replaces that key for one request.
         captures_dir: a directory for captured rows: one safetensors file for each request. By default the rows go into the log, in
             base64, and more than 1 MiB in one request is an error.
@@ -68,7 +68,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
         super().__init__(
             model_name, base_url, key, config or GenerateConfig(), service=NAME, responses_api=False, **model_args
         )
-        # inspect_ai's cache knows a request by the base URL and the config. A fragment is never sent.
+        # inspect_ai's cache identifies a request by the base URL and the config, so a URL fragment, which is never sent, tells plans apart.
         if self._field:
             self.base_url = f"{self.base_url}#{sha256(json.dumps(self._field).encode()).hexdigest()}"
 
@@ -151,7 +151,7 @@ def provider() -> type[ModelAPI]:
 
 
 def field_of(given: Any) -> dict[str, Any]:
-    """The request's field from a plan or a field, each as JSON or as plain data. Raises PlanError for anything else."""
+    """The request's field `midstream`, from a plan or from such a field, as JSON or plain data. Raises PlanError for anything else."""
     try:
         data = json.loads(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError) as error:
@@ -171,7 +171,8 @@ def read_captures(output: ModelOutput, choice: int = 0) -> Captured:
             captures.positions["resid_post", 5]    # [0, 1, 2, ...]
 
     Args:
-        output: `sample.output` is that of a sample's last model call. The others are in its events, as `event.output`.
+        output: the output of a model call. A sample has that of its last call as `sample.output`, and the others in its events, as
+            `event.output`.
         choice: which choice, if the request had several (`num_choices`).
 
     Raises CaptureError if the output has no captures, if its file is gone, or if the log was read without its attachments.

@@ -19,10 +19,10 @@ V = TypeVar("V")
 
 
 class Memory(Generic[V]):
-    """Values by key, within a number of bytes; the least recently used are dropped first. Requests bring the same plans again.
+    """Values by key, within a number of bytes; the least recently used are dropped first. Saves work because requests repeat plans.
 
     Args:
-        budget: bytes that keys and values may take together; what is larger is not kept at all.
+        budget: bytes that keys and values may take together. An entry that is larger is not kept.
     """
 
     def __init__(self, budget: int = BYTES) -> None:
@@ -32,7 +32,7 @@ class Memory(Generic[V]):
         self.size = 0
 
     def get(self, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
-        """The value of `key`, made if it is not known; `size` tells the bytes of both. Raises what `make` raises."""
+        """The value of `key`, from `make` if it is not known; `size` gives the bytes of key and value. Raises what `make` raises."""
         with self._lock:
             known = self._entries.get(key)
             if known is not None:
@@ -56,7 +56,7 @@ class Memory(Generic[V]):
 
 
 def items_in(value: Any) -> int:
-    """How many items tuples contain, with those of the tuples in them."""
+    """How many items a tuple and all tuples inside it contain; 0 for other values."""
     return len(value) + sum(map(items_in, value)) if isinstance(value, tuple) else 0
 
 

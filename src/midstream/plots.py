@@ -30,11 +30,11 @@ import torch
 from midstream.errors import MidstreamError
 
 _LONGEST_TICK, _LONGEST_CELL = 20, 12  # characters of a label at an axis, and of a text in a cell
-_LONGEST_LEGEND = 16  # curves in a column
+_LONGEST_LEGEND = 16  # curves in a column of the legend
 _WIDEST, _HIGHEST = 14.0, 20.0  # inches: a notebook scales larger figures down
 _HIGHEST_TEXT = 400.0  # inches: a file at 150 dpi may have 65,536 lines of pixels
 _CHARACTER = 9 * 0.602 / 72  # inches: the width of matplotlib's monospace font at 9 points
-_LINE = 0.24  # inches: the height of a line of such text
+_LINE = 0.24  # inches: the height of a line of text in this font
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LogitLens:
     Attributes:
         tokens: the prompt's tokens as text, T of them.
         top: the likeliest next token after each of the T tokens, for each of L layers.
-        probs_LT: its probability, float32 `[layers, tokens]`.
+        probs_LT: the probabilities of the tokens in `top`, float32 `[layers, tokens]`.
     """
 
     tokens: list[str]
@@ -96,7 +96,7 @@ def plot_heatmap(
     limits: tuple[float, float] | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draw a grid of numbers as colours, the first row at the bottom, as all figures of layers here. NaN is grey.
+    """Draw a grid of numbers as colours, the first row at the bottom, as in all figures of layers. NaN is grey.
 
     Args:
         values: `[rows, columns]`: a tensor, an array or nested lists.

@@ -18,7 +18,7 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether stderr is a terminal's or a notebook's."""
+    """Whether stderr goes to a terminal or a notebook."""
     return in_notebook() or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
 
 

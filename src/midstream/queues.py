@@ -31,7 +31,7 @@ class ByteBudget:
         limit: in bytes. A single larger item still passes when no other bytes are in use.
         used: bytes in use.
         blocked_seconds: how long producers have waited, in total.
-        changed: guards all of it, and is notified of every change. The owner may guard state of its own with it.
+        changed: a condition that guards all attributes, and is notified of every change. The owner may guard its own state with it.
         closed: producers no longer wait for room.
     """
 

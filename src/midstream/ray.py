@@ -10,7 +10,7 @@
     open_captures("/shared/acts")
 
 Each actor has an engine and writes the rows of its prompts to the common directory; the driver gets a row with counts for each prompt.
-The driver leaves out prompts that the directory has before it starts any engine.
+Before it starts any engine, the driver leaves out the prompts that the directory has.
 
 If an actor, its engine or its node dies, the batches that it had are lost, and the other actors go on. Ray starts the actor again where
 there is room. Once all other batches have run, the driver gives the lost prompts that the directory lacks to new actors. Ray's own
@@ -46,7 +46,7 @@ from midstream.plan.vectors import digest
 from midstream.requests.arguments import AdapterArgument, Prompt, adapter_in, prompts_of, sampling
 
 _log = logging.getLogger(__name__)
-JOB = "ray.json"  # in the directory: what was collected there, for a driver that has no engine to ask
+JOB = "ray.json"  # a file in the directory: the job's arguments, for later drivers to compare, since a driver has no engine to ask
 ASKED = pa.schema([("id", pa.string()), ("prompt", pa.string())])  # the prompt as JSON
 RAN = pa.schema([("id", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("error", pa.string())])
 
@@ -92,7 +92,7 @@ def collect(
 
     Returns:
         a Dataset with a row for each prompt that has run or was left out: its `id`, and the number of `rows` and `bytes` that were written.
-        Both are 0 if `on_bad` left the prompt out, or if the actor that wrote them has died. Rows of generated tokens count as if each
+        Both are 0 if `on_bad` left the prompt out, or if the actor that wrote its rows has died. Rows of generated tokens count as if each
         prompt generated `max_tokens`.
 
     Raises:
@@ -162,7 +162,7 @@ def collect(
 def _run(
     missing: ray.data.Dataset, arguments: tuple[Any, ...], batch_size: int, size: int, num_gpus: float
 ) -> Iterator[pa.Table]:
-    """Run all batches once, each on one of `size` actors. Yields the tables RAN of those whose actors did not die."""
+    """Run all batches once, each on one of `size` actors. Yields tables of the schema RAN for the batches whose actors did not die."""
     ran = missing.map_batches(
         Engine,
         fn_constructor_args=arguments,
@@ -192,14 +192,17 @@ def _ids_in(tables: Iterable[pa.Table]) -> list[pa.Array]:
 
 
 def _without(prompts: ray.data.Dataset, known: pa.Array) -> ray.data.Dataset:
-    """The prompts with other ids."""
+    """The prompts whose ids are not in `known`."""
     return prompts.map_batches(
         lambda table: table.filter(pc.invert(pc.is_in(table["id"], known))), batch_format="pyarrow"
     )
 
 
 def _begin(to: Path, job: Mapping[str, Any]) -> None:
-    """Raise CaptureError if another job has captured to the directory. Ids do not tell, and a job without missing prompts has no engine."""
+    """Note the job in a directory without captures. Raise CaptureError if another job has captured to the directory.
+
+    Only the note shows this: jobs may have equal ids, and a job without missing prompts starts no engine that could compare.
+    """
     to.mkdir(parents=True, exist_ok=True)
     text, file = json.dumps(job, sort_keys=True, default=str), to / JOB
     if not any(to.glob("index-*.jsonl")):
@@ -213,7 +216,7 @@ def _begin(to: Path, job: Mapping[str, Any]) -> None:
 def _missing(
     prompts: Any, prompt_column: str, id_column: str | None, there: Mapping[str, str], checked: bool = True
 ) -> ray.data.Dataset:
-    """The prompts whose ids are not `there`, with the columns of ASKED. `checked`: as of `prompts_of`."""
+    """The prompts whose ids are not in `there`, with the columns of ASKED. `checked`: as in `prompts_of`."""
     if not isinstance(prompts, ray.data.Dataset):
         each = enumerate(prompts_of(prompts, checked=checked)[0])
         asked = [{"id": str(i), "prompt": _as_json(prompt)} for i, prompt in each if str(i) not in there]
@@ -243,7 +246,7 @@ def _missing(
 
 
 def _as_json(prompt: Any) -> str:
-    """A prompt as text. Arrow gives each message the keys of all, with None."""
+    """A prompt as text, without the keys that are None: Arrow gives each message the keys of all messages."""
     if isinstance(prompt, list):
         prompt = [
             {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
@@ -253,11 +256,11 @@ def _as_json(prompt: Any) -> str:
 
 
 class Engine:
-    """An actor: an engine, which runs batches of ASKED.
+    """An actor with an engine, which runs batches with the columns of ASKED.
 
     Args:
         start: starts the model.
-        given: arguments of its `collect_batch`. The plan is JSON.
+        given: arguments of the model's `collect_batch`. The plan is JSON.
     """
 
     def __init__(self, start: Callable[[], TraceModel], given: Mapping[str, Any]) -> None:
@@ -273,7 +276,7 @@ class Engine:
         except EngineClosedError:  # Ray restarts a dead actor, but not a dead engine in a living one
             traceback.print_exc()
             os._exit(1)
-        except MidstreamError as failure:  # the other batches may do
+        except MidstreamError as failure:  # the other batches may succeed
             error = f"{type(failure).__name__}: {failure}"
         rows = [(name, *written.get(name, (0, 0)), error) for name in ids]
         return pa.Table.from_pylist([dict(zip(RAN.names, row, strict=True)) for row in rows], RAN)

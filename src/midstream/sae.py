@@ -1,4 +1,4 @@
-"""Sparse autoencoders: their features read, steered and clamped while the model runs, by plans.
+"""Sparse autoencoders: plans read, steer and clamp their features while the model runs.
 
     sae = SAE.load("gemma-layer-20")                      # a directory of SAELens's; it names the site and the layer
     plan = [sae.capture(top_k=32, name="features"), sae.clamp(1234, high=0.5)]
@@ -216,8 +216,8 @@ class SAE:
 
         Args:
             features: which ones, up to 64.
-            top_k: in place of `features`: the highest activations, up to 32, the highest first. `output.scores.indices[name]` says of
-                which features, -1 for an activation of 0.
+            top_k: in place of `features`: the highest activations, up to 32, the highest first. `output.scores.indices[name]` has
+                the numbers of their features, -1 for an activation of 0.
             name, positions, options: as in `Probe`.
 
         Raises:
@@ -245,8 +245,8 @@ class SAE:
 
         If the SAE normalizes its inputs, `h += scale * scale(h) * direction(feature)`: scale(h) is `||h|| / sqrt(hidden)` for
         `constant_norm_rescale`, and the standard deviation of h for `layer_norm`. The encoder then reads about the same rise as without a
-        normalization, `scale * (W_enc[:, feature] @ direction(feature))`. That is `scale` if the two vectors are one unit vector. It reads
-        less if the change is as long as h itself, because the change is normalized, too.
+        normalization, `scale * (W_enc[:, feature] @ direction(feature))`. This is `scale` if both are the same unit vector. The
+        rise is smaller if the change is as long as h itself, because the change is normalized, too.
 
         Args:
             scale: in units of the feature's activation, as the encoder computes it.
@@ -327,7 +327,7 @@ class SAE:
         return self.clamp(feature, low=0.0, high=0.0, **options)
 
     def made(self, method: Any, arguments: Mapping[str, Any]) -> Intervention:
-        """What one of these methods returns, by its name and from data. Raises PlanError as they do, and for arguments that it lacks."""
+        """Call one of METHODS by its name and return its intervention. Raises PlanError as the method does, or if arguments do not fit."""
         function = getattr(self, fields.one_of("do", method, METHODS))
         try:
             inspect.signature(function).bind(**arguments)
@@ -338,7 +338,7 @@ class SAE:
     # ------------------------------------------------------------------------------------------------------ their programs
 
     def _scaled(self, writer: StepWriter) -> _Normed:
-        """The value without its shift, its scale and its shift, if the SAE normalizes its inputs."""
+        """The value minus its shift, the scale and the shift, for an SAE that normalizes its inputs."""
         step = writer.step
         if self._norm == "constant_norm_rescale":
             norm = step("linalg_vector_norm.default", INPUT, 2, (1,), True)
@@ -432,12 +432,12 @@ class SAE:
             name = "W_dec"
         if name not in self._constants:
             made = self._constants[name] = Constant.of(self._tensor(name))
-            if name in self._weights:  # one copy is enough
+            if name in self._weights:  # the weight and the constant share one copy
                 self._weights[name] = _over(made.data or b"", torch.float32).view(made.shape)
         return self._constants[name]
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """A weight, or what is computed from weights."""
+        """A weight, or a tensor computed from weights."""
         if name == "rates":
             return self._weights["r_mag"].exp()
         if name == "norms":

@@ -22,7 +22,7 @@ from midstream.sites import hook_of, point_of_hook
 
 ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
 NORMS = ("none", "constant_norm_rescale", "layer_norm")  # computed from each value
-_FIXED_NORMS = {  # by fixed numbers: SAELens's method that puts them into the weights
+_FIXED_NORMS = {  # a normalization by fixed numbers -> SAELens's method that puts the numbers into the weights
     "expected_average_only_in": "fold_activation_norm_scaling_factor",
     "covariance_whitening": "fold_activation_whitening",
 }
@@ -55,7 +55,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     """The architecture of a configuration. Raises PlanError for one that `midstream.SAE` does not have."""
     given = config.get("architecture")
     function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
-    if function != "relu":  # of SAELens before 6, whose architecture may say "standard" then
+    if function != "relu":  # SAELens before 6 named the function apart from the architecture, which may be "standard"
         allowed = (
             "'relu'. Load files of an older SAELens with sae_lens.SAE.load_from_disk, and pass the object to SAE.of"
         )
@@ -78,7 +78,7 @@ def normalization(given: Any) -> str:
 
 
 def place(hook: str, site: str | None, layer: int | None) -> tuple[str, int]:
-    """The site and the layer, those of a hook's name where they are not given."""
+    """The site and the layer. The hook's name gives those that are None."""
     if site is None:
         point = point_of_hook(hook)
         site = point[0] if point is not None else None
@@ -116,10 +116,10 @@ def _check_finite(weights: Mapping[str, torch.Tensor]) -> None:
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor], float | Whitening | None]:
     """The configuration and the weights in a directory, and the normalization that is not in the weights yet: a factor of the input, or a
-    whitening. The configuration says "none" then.
+    whitening; None for no such normalization. With one, the returned configuration says "none".
 
     Raises:
-        PlanError: a file is missing or cannot be read, or has no such numbers.
+        PlanError: a file is missing or cannot be read, or lacks the numbers of the normalization.
     """
     directory = Path(path)
     config = _read(directory, "cfg.json")
@@ -164,7 +164,8 @@ def _whitening(given: Mapping[str, torch.Tensor], width: Any) -> Whitening:
 def fold(norm: float | Whitening, weights: dict[str, torch.Tensor], subtracts: bool, rescales: bool) -> None:
     """Change the weights so that the SAE takes values that are not normalized.
 
-    After a whitening, `rescale_acts_by_decoder_norm` is false: the matrix changes the norms, so they become part of the weights first.
+    With a whitening, the caller has to set `rescale_acts_by_decoder_norm` to false. The matrix changes the decoder's norms, so this
+    function first makes the rescaling part of the weights.
 
     Args:
         weights: by SAELens's names, float32.

@@ -34,9 +34,9 @@ class Settings:
         rename: other names of the model's modules.
         graph_sites: sites built into the compiled forward of an engine with tensor parallelism; other engines build in all possible ones.
         record_bytes: how much of the workers' memory recorded runs may take.
-        weight_bytes: how much of it the weights that traces have used may take.
-        trace_share: the share of the engine's time for requests with a trace in the forward, while there are other requests; with 1, they
-            share steps.
+        weight_bytes: how much of the workers' memory the weights that traces have used may take.
+        trace_share: the share of the engine's time for requests with a trace in the forward, while there are other requests; with 1, all
+            requests share steps.
         graph_bytes: how much of the memory CUDA graphs with plans may take.
         plan: a plan for every request, as JSON.
         saes: of a server: name -> the directory of a sparse autoencoder.

@@ -70,7 +70,7 @@ HOOKS = {
 }
 
 
-# The hooks whose value is a site's own. Those of norms have it before the norm's weight, and `hook_mlp_in` has it before the norm.
+# The hooks whose value equals a site's. Hooks of norms have the value before the norm's weight is applied, `hook_mlp_in` before the norm.
 EXACT_HOOKS = (
     "hook_resid_pre hook_resid_mid hook_resid_post hook_attn_out hook_mlp_out attn.hook_z mlp.hook_post".split()
 )
@@ -144,7 +144,7 @@ class Binding:
         residual: the leaf of the second stream, if the value is the sum of two. At run time the leaf may be None (first layer of a
             dual-stream model); then the value is `hidden` alone.
         heads: `(heads, head_dim)` if the last axis is to be split, for the sites of heads.
-        scale: the factor between the leaf and the value, for embeddings that the model scales outside of their module.
+        scale: the value is the leaf times this factor, for embeddings that the model scales outside of their module.
         in_place: whether the block later adds this same tensor to the stream, so that a write has to change the tensor itself.
     """
 

@@ -37,11 +37,11 @@ class Aliases:
         self._table: tuple[Collection[str], int, dict[tuple[str, str], str]] = ((), 0, {})
 
     def resolve(self, path: str, name: str, known: Collection[str]) -> str | None:
-        """The path of the module that is called `name` at the module at `path`; None if there is no such alias."""
+        """The path of the module that the module at `path` calls by the alias `name`; None if there is no such alias."""
         return self.table(known).get((path, name)) if self.rename or self.classes else None
 
     def table(self, known: Collection[str]) -> Mapping[tuple[str, str], str]:
-        """(path of a module, alias there) -> path of the module that the alias stands for."""
+        """(path of a module, an alias that it has) -> path of the module that the alias stands for."""
         of, size, found = self._table
         if of is not known or size != len(known):  # the size differs if modules were attached
             found = {}
@@ -51,7 +51,7 @@ class Aliases:
         return found
 
     def _found(self, known: Collection[str]) -> Iterator[tuple[str, str, str, str]]:
-        """For each alias: the module that has it, the alias, the path of its module, and its key."""
+        """For each alias: the path of the module that has it, the alias, the path of the module that it stands for, and its key as text."""
         for key, names, places in self._places(known):
             for owner, path in places:
                 yield from (
@@ -59,7 +59,7 @@ class Aliases:
                 )
 
     def _places(self, known: Collection[str]) -> Iterator[tuple[str, list[str], list[tuple[str, str]]]]:
-        """Each key with its names, and the pairs of paths (owner, module) to which they apply."""
+        """Each key as text, its names, and pairs of paths (owner, module): the owner has the names as aliases of the module."""
         for key, names in self.rename.items():
             fitting: dict[str, list[str]] = {}  # by the module where the key begins
             for path in known:
@@ -90,9 +90,9 @@ class Aliases:
         return {**self.rename, **{path: names for kind, names in self.classes.items() for path in self._of_class(kind)}}
 
     def check(self, known: Collection[str], roles: Collection[str] = ()) -> None:
-        """Raise ArchitectureError for an alias that is also the name of a sibling module, or of an attribute that modules have.
+        """Raise ArchitectureError if a module already has a child or attribute of an alias's name, or several children of an aliased class.
 
-        Names in `roles` are exempt: they state a module's role in the model, even if another module has that name.
+        Aliases in `roles` may also be names of children: they state a module's role in the model.
         """
         for kind, names in self.classes.items():
             for owner, count in Counter(_above(path, 1) for path in self._of_class(kind)).items():
@@ -121,7 +121,7 @@ def ends_with(path: str, key: str) -> bool:
 
 
 def resolved(path: str, table: Mapping[tuple[str, str], str]) -> str:
-    """The path of the module that `path` names with aliases, by `Aliases.table`."""
+    """The real path of the module that `path` names, perhaps by aliases. `table`: from `Aliases.table`."""
     at = ""
     for name in path.split("."):
         at = table.get((at, name)) or (f"{at}.{name}" if at else name)
@@ -129,7 +129,7 @@ def resolved(path: str, table: Mapping[tuple[str, str], str]) -> str:
 
 
 def names_alone(rename: Rename | None) -> dict[Any, Any]:
-    """`rename` for an engine. Raises ArchitectureError for a class, since the engine's modules have classes of its own."""
+    """`rename` for an engine. Raises ArchitectureError for a class, since vLLM has its own classes for the same modules."""
     for key in rename or {}:
         if not isinstance(key, str):
             raise ArchitectureError(

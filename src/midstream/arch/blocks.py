@@ -186,7 +186,7 @@ def _alone(probe: ProbeForward, block: ModuleCall) -> StreamLayout:
 
 
 def _residual_argument(block: ModuleCall) -> Ref | None:
-    """The argument named residual, which is None for the first block of a model."""
+    """The place of the argument named residual. The first block of a model gets None for this argument."""
     args, kwargs = block.tree
     names = list(inspect.signature(type(block.module).forward).parameters)[1:]
     for position, name in enumerate(names):
@@ -293,7 +293,7 @@ def bind_final_norm(probe: ProbeForward, last: ModuleCall, layout: StreamLayout,
 
 
 def returns_norm(probe: ProbeForward, norm: Binding, like: Leaf) -> bool:
-    """False if the model changes its final norm's value before it returns it, as by a scale. True if it returns no hidden states."""
+    """False if the model changes the final norm's value, such as by a factor, before returning it. True if it returns no hidden states."""
     root, call = probe.calls[0], next(call for call in probe.calls if call.path == norm.path)
     returned = stream_leaves(root.returned, like) if not root.path else []
     value = next(leaf for leaf in call.outputs if leaf.ref == norm.hidden)
@@ -309,8 +309,8 @@ class SubLayer:
 
     first: ModuleCall
     last: ModuleCall
-    projection: ModuleCall | None  # of the output projection
-    source: Leaf  # its input
+    projection: ModuleCall | None  # the call of the output projection
+    source: Leaf  # the input of `first`
 
 
 class DecoderBlock:
@@ -403,8 +403,8 @@ class DecoderBlock:
     def _middle(self, attn: SubLayer, mlp: SubLayer) -> Binding | None:
         """The stream between attention and MLP: the input of the norm before the MLP, or of the MLP itself.
 
-        None for a parallel block: its norm runs before attention ends, or reads the block's input. Attention's output is not the stream
-        either, unless attention adds the residual itself.
+        None for a parallel block, whose norm runs before attention ends or reads the block's input. Also None if the norm or the MLP reads
+        attention's output, unless attention adds the residual itself.
         """
         reader, taken = mlp.first, [mlp.source]
         norm = self._producer(mlp) or self._norm_between(attn, mlp)
@@ -431,7 +431,7 @@ class DecoderBlock:
         return None
 
     def _norm_between(self, attn: SubLayer, mlp: SubLayer) -> ModuleCall | None:
-        """The norm between attention and MLP that reads the stream, where the MLP gets a copy of its output (GraniteMoeShared)."""
+        """The norm between attention and MLP that reads the stream, if the MLP gets a copy of the norm's output (GraniteMoeShared)."""
         added = stream_leaves(attn.last.outputs, self.like)
         for norm in reversed(self._norms(attn.last.ended, mlp.first.started)):
             taken = stream_leaves(norm.inputs, self.like)
@@ -440,17 +440,17 @@ class DecoderBlock:
         return None
 
     def _neurons(self, mlp: SubLayer) -> Binding | None:
-        """The input of the down projection. A mixture of experts has no single one."""
+        """The input of the down projection. None for a mixture of experts, which has no single down projection."""
         if mlp.projection is None or is_moe(mlp.first.module):
             return None
         taken = [leaf for leaf in mlp.projection.inputs if leaf.floating]
         return Binding(mlp.projection.path, "input", taken[0].ref) if taken else None
 
     def _router(self, mlp: SubLayer) -> Binding | None:
-        """The logits by which a mixture chooses its experts: what the router of the mixture returns.
+        """The logits by which a mixture chooses its experts: the output of its router.
 
-        A router that chooses by itself returns its choice as well, and the mixture does not use the logits beside it. Then the site is the
-        linear layer inside it, or the module that `split_routers` has put behind its matrix product.
+        A router that chooses by itself returns logits and choice, and the mixture uses the choice alone. For such a router, the site is the
+        output of the linear layer inside it, or of the module that `split_routers` has put behind its matrix product.
         """
         if not is_moe(mlp.first.module):
             return None
@@ -532,7 +532,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_a(module: nn.Module, *names: str) -> bool:
-    """Whether the module's class or a base class has one of these names. A layer with adapters is what it is without."""
+    """Whether the module's class or a base class has one of these names. A layer with adapters counts as the layer inside it."""
     return any(cls.__name__ in names for cls in type(unwrapped(module)).__mro__)
 
 

@@ -247,7 +247,7 @@ def _indices(container: nn.Module) -> list[int]:
 
 
 def _is_placeholder(module: nn.Module) -> bool:
-    """Whether it stands for a module of another pipeline stage. Transformers models in vLLM have a plain Identity there."""
+    """Whether `module` stands for a module of another pipeline stage. vLLM's Transformers backend puts a plain Identity in its place."""
     return is_a(module, "PPMissingLayer") or type(module) is nn.Identity
 
 
@@ -266,12 +266,12 @@ def _probed(
     names: RoleNames,
     shards: ShardFinder,
 ) -> ProbeForward:
-    """Record the forward. If it fails because two streams have different shapes, raise ArchitectureError about these."""
+    """Record the forward. If it fails because two streams have different shapes, raise an ArchitectureError that names the shapes."""
     modules, probe = dict(root.named_modules()), ProbeForward()
     blocks = [block for found in containers.values() for block in found.values()]
     children = {f"{block}.{name}" for block in blocks for name, _ in modules[block].named_children()}
     watch = {*blocks, *children, *shards.watch(modules)}
-    # Attention that a dummy run skips returns zeros, which would hide whether they are used.
+    # A dummy run may skip attention, which then returns zeros. Zeros would hide whether the block uses attention's output.
     plant = shards.plants(modules)
     plant |= {
         path: planted_embedding
@@ -342,7 +342,7 @@ def show_tree(
 ) -> str:
     """Indented lines `name: Class -> shape`, with equal neighbouring layers on one line.
 
-    `mlp/ffn: ...` is a module with another name, and `blocks = model.layers` another name of one further down.
+    `mlp/ffn: ...` is a module with an alias, and `blocks = model.layers` an alias of a module further down.
 
     Args:
         modules: path -> module, or the name of its class.
@@ -364,7 +364,7 @@ def show_tree(
 
     def lines_below(parent: str, indent: str) -> list[str]:
         lines = [f"{indent}{line}" for line in further.get(parent, ())]
-        folded: list[str] = []  # the layer before, whose first line is lines[at]
+        folded: list[str] = []  # the lines of the previous module; the first, lines[at], without its name
         at = 0
         for path in children.get(parent, ()):
             name, below = path.rpartition(".")[2], lines_below(path, f"{indent}  ")

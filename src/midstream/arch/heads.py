@@ -2,13 +2,13 @@
 
 vLLM's attention is a module that takes the three. Attention in transformers is a function, which the modules look up by its name. So
 `split_heads` gives each of these modules a child that the three pass through before the function gets them. The inputs of vLLM's module,
-or of that child, are the sites. vLLM's Transformers backend has both. There the function calls the `forward` of vLLM's
-module directly, so hooks on that module never run, and the child's inputs are the sites.
+or of the child, are the sites. vLLM's Transformers backend has both modules. Its attention function calls the `forward` of vLLM's module
+directly, so hooks on vLLM's module never run, and the child's inputs are the sites.
 
 Keys and values of earlier tokens, which transformers' cache adds, do not pass through the child. A changed key or value is also written to
 the cache, since later steps read it there.
 
-Legend of shape suffixes: B batch, N heads, K key-value heads, T tokens of this step, S tokens with those of the cache, Q some of the
+Legend of shape suffixes: B batch, N heads, K key-value heads, T tokens of this step, S tokens of the cache and this step, Q some of the
 queries, G heads that share keys and values, D and E head dims.
 """
 
@@ -55,11 +55,12 @@ class AttentionSettings:
     """How attention computes its probabilities from queries and keys.
 
     Attributes:
-        scale: of the products of queries and keys.
+        scale: the factor of the products of queries and keys.
         soft_cap: the bound of the scaled products; None if they have none.
         window: how many tokens a query attends to, itself included; None for all earlier ones.
-        sinks_N: a logit for each head that takes a share of the probability and attends to nothing; None if there are none.
-        mask: `[batch or 1, heads or 1, T, S]`: True where a query attends, or numbers that are added; None if `window` says all.
+        sinks_N: for each head, a logit that takes a share of the probability and belongs to no key; None if there are none.
+        mask: `[batch or 1, heads or 1, T, S]`: bool, True where a query attends to a key; or numbers to add to the scores. None if `window`
+            alone decides which keys count.
         unsupported: the names of other numbers that the attention computes with.
     """
 
@@ -74,7 +75,7 @@ class AttentionSettings:
         """`[heads, queries, keys]` for a prompt of T tokens, computed in float32. Row t sums to 1, less the share of the sink.
 
         Args:
-            mask_TT: the prompt's part of `mask`, for all heads or for each.
+            mask_TT: the prompt's part of `mask`, `[heads or 1, T, T]`.
         """
         at = torch.arange(len(q_TND), device=q_TND.device)
         scores_NTT, _ = self._scores(q_TND, k_TKD, at[:, None] - at, mask_TT)
@@ -90,7 +91,7 @@ class AttentionSettings:
         cut_NQS: torch.Tensor,
         mask_NQS: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The outputs of the heads without some edges, computed in float32; zeros of a head whose query loses all keys.
+        """The outputs of the heads, computed in float32 without some edges. A query that loses all keys gets zeros.
 
         Args:
             z_QNE: the outputs with all edges; a head that loses no edge keeps its output.
@@ -159,7 +160,7 @@ def settings_of(module: Any) -> AttentionSettings:
 
 
 def _of_vllm(module: Any) -> Any:
-    """vLLM's attention module, also where `module` is a child of transformers' attention that calls it."""
+    """vLLM's attention module: `module` itself, or the one that computes the attention for the child `module`."""
     return module.served_by if isinstance(module, Heads) else module
 
 
@@ -209,8 +210,8 @@ class Heads(nn.Module):
         shares_kv: whether the attention takes keys and values of another layer.
         served_by: on vLLM, its attention module, which does the computation; None on transformers.
         settings: on transformers, those of the last call. On vLLM they come from `served_by`.
-        cut: takes the settings of a call, and its queries, keys, values, `[B, heads, tokens, head_dim]` each, and outputs, `[B, T, N, E]`
-            on transformers and `[T, N * E]` on vLLM; returns new outputs. None to leave them.
+        cut: a function `(settings, queries, keys, values, outputs) -> new outputs`. Queries, keys and values are
+            `[B, heads, tokens, head_dim]`; outputs are `[B, T, N, E]` on transformers and `[T, N * E]` on vLLM. None keeps the outputs.
     """
 
     served_by: Any
@@ -218,7 +219,7 @@ class Heads(nn.Module):
     def __init__(self, shares_kv: bool = False, served_by: Any = None) -> None:
         super().__init__()
         self.shares_kv = shares_kv
-        object.__setattr__(self, "served_by", served_by)  # not a child: it is one of the attention already
+        object.__setattr__(self, "served_by", served_by)  # not as a child module: the attention has it as one already
         self.head_dims = (0, 0, 0)
         self.settings = AttentionSettings(1.0)
         self.cut: Callable[..., torch.Tensor] | None = None
@@ -258,7 +259,7 @@ def _cache_of(layer: Any) -> Any:
 
 
 def _cached(full_BKSD: torch.Tensor, new_BKTD: torch.Tensor, kept_BKSD: torch.Tensor) -> torch.Tensor:
-    """The keys or values of all tokens, with the new ones in the cache, which keeps this tensor or a part of it."""
+    """The keys or values of all tokens, with the new ones as the last. The cache shares the memory, so it has the new ones, too."""
     now = full_BKSD[..., -new_BKTD.shape[-2] :, :]
     if torch.equal(now, new_BKTD):
         return full_BKSD
@@ -297,9 +298,9 @@ def _calls_attention(module: nn.Module) -> bool:
 
 @functools.cache
 def _watch_functions() -> bool:
-    """Let the attention functions of transformers pass their tensors through the child of modules that have one.
+    """Make the attention functions of transformers pass queries, keys and values through the child `midstream_heads` of their modules.
 
-    Returns whether this transformers has one place where modules look up the function.
+    Returns False if this version of transformers has no common place where modules look up the function.
     """
     from transformers.modeling_utils import AttentionInterface
 
@@ -346,13 +347,13 @@ def _through_heads(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parts_left_out(root: nn.Module, probe: Callable[[], Any]) -> list[str]:
-    """The numbers that `root` gives to its attention functions and that have no effect there, by the names of the arguments.
+    """The names of the numbers that `root` passes to its attention functions, but that these ignore.
 
     A model's own function, "eager", defines what the model computes, and is not checked.
 
     Args:
         root: a model of transformers.
-        probe: runs it.
+        probe: runs the model.
     """
     from transformers import AttentionInterface
 
@@ -372,7 +373,7 @@ def parts_left_out(root: nn.Module, probe: Callable[[], Any]) -> list[str]:
 
 @functools.cache
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which also notes what it ignores for `parts_left_out`."""
+    """A wrapper of `function` that notes, while `parts_left_out` runs, which arguments the function ignores."""
 
     @functools.wraps(function)
     def midstream_noting(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +389,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numbers_in(kwargs: dict[str, Any]) -> list[str]:
-    """The arguments of an attention function that are numbers of the model: soft caps, sinks and biases."""
+    """The names of an attention function's arguments that are numbers of the model: soft caps, sinks and biases."""
     of_call = ("scaling", "dropout", "attention_mask")
     given = {name: value for name, value in kwargs.items() if name not in of_call and value is not None}
     return [
@@ -399,7 +400,7 @@ def _numbers_in(kwargs: dict[str, Any]) -> list[str]:
 
 
 def _ignores(function: Callable[..., Any], name: str, module: Any, *qkv_and_args: Any, **kwargs: Any) -> bool:
-    """Whether another value of the argument `name` changes nothing, with small and with large queries and keys.
+    """Whether another value of the argument `name` changes nothing, with small and with large queries.
 
     A function that has a parameter of this name computes with it, except flash attention: not every kernel of it does.
     """

@@ -43,7 +43,7 @@ class Leaf:
         return str(self.ref[-1]) if self.ref else ""
 
     def same(self, other: Leaf) -> bool:
-        """Whether both are the same value. A view of another shape is; a buffer that was overwritten in between is not."""
+        """Whether both hold the same value. A view of another shape does; a buffer that was overwritten in between does not."""
         a, b = self.tensor, other.tensor
         if (a.data_ptr(), a.numel(), a.dtype) != (b.data_ptr(), b.numel(), b.dtype):
             return False
@@ -54,7 +54,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of one module. `returned` holds its own output, and `outputs` its caller's: other tensors if planted."""
+    """One call of one module. `returned` has the tensors that the module returned; `outputs` those that its caller got, planted or not."""
 
     path: str
     module: nn.Module
@@ -64,7 +64,7 @@ class ModuleCall:
     ended: int = -1
     returned: list[Leaf] = field(default_factory=list)
     outputs: list[Leaf] = field(default_factory=list)
-    result: Any = None  # the caller's output, as a tree
+    result: Any = None  # the output that the caller got, as a tree
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Routers that choose experts by themselves, as those of transformers do: `split_routers` gives their logits a module.
+"""Routers that choose experts by themselves, as in transformers: `split_routers` gives them a module that their logits pass through.
 
 Such a router computes its logits by a matrix product, chooses by them, and returns both. The mixture uses the choice alone, so a change of
 the returned logits would do nothing. So the router gets a child module that the logits pass through before it chooses. The output of that

@@ -48,8 +48,9 @@ class Estimate:
 
     Attributes:
         prompts: how many will run.
-        rows: of all captured sites and layers. Those of generated tokens count as if each prompt generated `max_tokens`.
-        nbytes: of these rows, without the index, which lists the prompts' tokens as text.
+        rows: the number of rows, over all captured sites and layers. Rows of generated tokens count as if each prompt generated
+            `max_tokens`.
+        nbytes: the size of these rows in bytes. The index, which lists the prompts' tokens as text, is not counted.
     """
 
     prompts: int
@@ -123,10 +124,10 @@ class Collection:
     Attributes:
         model: the TraceModel that will run the prompts; None to check the arguments alone.
         prompts, plan, ids, shard_bytes, limit_bytes, skip_special_tokens, on_bad: as in `TraceModel.collect`.
-        to: the same; None for an estimate of all prompts.
+        to: the directory, as in `TraceModel.collect`; None to estimate all prompts.
         params: sampling parameters, including `max_tokens`.
-        listing: of the directory, from an earlier call; None reads all of its index.
-        adapter: of all prompts, as of `Invoke`.
+        listing: the directory's listing, kept from an earlier call; None reads the whole index.
+        adapter: the adapter that all prompts run with, as in `Invoke`.
 
     Raises:
         PlanError, PromptError, ParameterError: for errors that can be found without the model.
@@ -147,7 +148,7 @@ class Collection:
 
     def __post_init__(self) -> None:
         self.check = PromptCheck(self.model, self.on_bad)
-        self.directory = Path(os.devnull if self.to is None else self.to).expanduser()  # an estimate needs none
+        self.directory = Path(os.devnull if self.to is None else self.to).expanduser()  # an estimate may have none
         self._listing = self.listing or Listing(self.directory)
         self._sink: str | Consumer = str(self.directory)
         for name in ("shard_bytes", "limit_bytes"):
@@ -172,7 +173,7 @@ class Collection:
             )
 
     def parts(self) -> list[Part]:
-        """The requests to run, in parts, all of them checked. Logs what they will write.
+        """The requests to run, in parts. Checks all of them, and logs how many rows and bytes they will write.
 
         Raises:
             CaptureError: the directory contains another collection, or the file system has too little space.
@@ -201,12 +202,15 @@ class Collection:
         return store
 
     def ended(self, bar: Bar, part: Part, count: int) -> None:
-        """Note that so many requests of a part have ended."""
+        """Show in the bar that `count` more requests of a part have ended."""
         most = " at most" if self._has_generated else ""
         bar.update(count, {" rows/s": count * part.mean_rows, f"B/s{most}": count * part.mean_bytes})
 
     def how_to_go_on(self) -> str:
-        """What to tell a user who has interrupted the collection. Writes the requests that have ended, unless the user interrupts that."""
+        """The message for a user who has interrupted the collection: how many prompts the directory has.
+
+        First waits until the rows of ended requests are written. Another interrupt ends this wait.
+        """
         directory, again = repr(str(self.directory)), "The same call again collects the others."
         if self._there is None:
             return f"The prompts that are complete are in {directory}. {again}"
@@ -237,7 +241,7 @@ class Collection:
         return fitting
 
     def _tell(self, missing: Sequence[Invoke], sizes: np.ndarray) -> None:
-        """Log what the requests of these sizes will write. Raises CaptureError if it is more than the free space."""
+        """Log how many rows and bytes requests of these sizes will write. Raises CaptureError if the free space is too small."""
         path = self.directory.absolute()
         disk = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists()))
         will = _sum_of(sizes)
@@ -264,7 +268,7 @@ class Collection:
         return any(capture.selects_generated for capture in self.plan.captures)
 
     def _identity(self) -> Collected:
-        """The index entry of each prompt, without its id."""
+        """The index entry that all prompts share: the model, and the digest of the plan and its parameters. The id is empty."""
         model = self.model
         path, facts = Path(model.model_name).expanduser(), model.facts
         name = str(path.resolve()) if path.is_dir() else model.model_name
@@ -278,7 +282,7 @@ class Collection:
 
     @cached_property
     def _special(self) -> list[int]:
-        """The tokens that `skip_special_tokens` leaves out: those that `tokenizer.decode(skip_special_tokens=True)` does."""
+        """The ids of the tokens that `skip_special_tokens` leaves out. `tokenizer.decode(skip_special_tokens=True)` leaves out the same."""
         if not self.skip_special_tokens:
             return []
         # `all_special_ids` alone lacks some, such as those of Llama 3's chat template.
@@ -307,15 +311,15 @@ class Collection:
         return listing.digests
 
     def missing(self) -> tuple[list[Invoke], np.ndarray]:
-        """The prompts that are not listed, checked, in their order; and the rows and bytes of each, `[prompts, 2]`."""
+        """Check the prompts. Returns requests for those that the directory lacks, and an array of their rows and bytes, `[prompts, 2]`."""
         model = self.model
         planner, facts = model.planner, model.facts
         collected = self._identity()
         listed = self._listed(collected)
         by_text = has_spans(model.plan + self.plan)
         special = set(self._special)
-        plans: dict[tuple[int, ...], tuple[Plan, Plan]] = {}  # by the positions that are left out; prompts share them
-        known: dict[Any, tuple[int, int]] = {}  # by these positions and the length, on which alone the checks depend
+        plans: dict[tuple[int, ...], tuple[Plan, Plan]] = {}  # by the left-out positions; prompts share plans
+        known: dict[Any, tuple[int, int]] = {}  # by these positions and the prompt's length
         seen, sizes = Counter[str](), list[tuple[int, int]]()
         invokes = []
         for number, prompt in enumerate(self.prompts):

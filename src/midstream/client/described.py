@@ -42,9 +42,9 @@ _CONTENTS = ("parameters", "named_parameters", "state_dict", "weight", "bias")
 
 
 class ModuleHandle(ModuleTree):
-    """A module of the model outside of a trace: its children, its text, its weights. Inside a trace it is the module.
+    """Stands for a module outside of a trace: gives its children, its text and its weights. In a trace, the module takes its place.
 
-    The module's weights come from the engine, by a request of one token without the model's edits and its plan.
+    A request of one token reads the weights. It runs without the model's edits and plan.
     """
 
     def __init__(self, path: str, model: DescribedModel) -> None:
@@ -116,7 +116,7 @@ class ModuleHandle(ModuleTree):
         return (lambda: iter(read().items())) if name == "named_parameters" else (lambda: iter(read().values()))
 
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
-        """The return value of `read` in a trace."""
+        """Call `read` in a trace, and return its result. `name`: what it reads, for errors."""
         if self._model._is_async:
             raise TraceError(
                 f"With mode='async', read {self._path}.{name} in a trace: `await model.run(lambda m: m.{self._path}.{name}, prompt)`."
@@ -151,8 +151,8 @@ class SourceText:
     """The text of a forward or of a function that it calls, with the names of the calls at their lines.
 
     Args:
-        path: of the source: `model.layers.3.mlp.source`.
-        inside: name of a call -> the text of its source and the names in it, or the reason why it has none.
+        path: how a trace addresses the source, such as `model.layers.3.mlp.source`.
+        inside: name of a call -> the text of the called function and the names of the calls in it, or the reason why it has no source.
     """
 
     def __init__(self, path: str, text: str, names: Sequence[str], inside: Mapping[str, Any]) -> None:
@@ -253,7 +253,7 @@ class DescribedModel(TraceModel):
         return ids
 
     def _lower(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode) -> Lowering:
-        """How the traces of invokes can run. `prompts`: their token ids; `code`: of the traces."""
+        """Find out how the traces of `invokes` can run. `prompts`: each invoke's token ids; `code`: the code of the traces."""
         assert self.longest_prompt is not None
         rooms = [self.longest_prompt + 1 - len(ids) for ids in prompts]
         asked = [invoke.params.get("max_tokens") for invoke in invokes]
@@ -287,7 +287,8 @@ class DescribedModel(TraceModel):
         Nothing is computed. The text ignores `n`, the plan of a trace, and edits of the model.
 
         Args:
-            prompt: as for `run`, for code that fits prompts of one length, such as a factor for each token. None for 512 tokens.
+            prompt: as for `run`. Give it if the code fits prompts of one length only, for example by a factor for each token. None assumes
+                512 tokens.
 
         Returns:
             The text, for a function. A notebook shows it without `print`.
@@ -353,7 +354,7 @@ class DescribedModel(TraceModel):
 
     @cached_property
     def aliases(self) -> Aliases:
-        """The user's other names of modules."""
+        """The additional names of modules, from the engine's setting `rename`."""
         found = Aliases(self.description.get("rename"))
         found.warn(self.description["modules"])
         return found

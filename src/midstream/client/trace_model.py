@@ -87,23 +87,23 @@ class TraceModel(Sizes):
     """A model that traces and plans run on.
 
     Attributes:
-        model_name: as it was given.
+        model_name: the model's name or path.
         vectors: the named vectors that plans may use: `model.vectors["truth"] = tensor`.
         runs: the recorded runs.
         progress: the default of the `progress` argument of calls, as in `generate`.
     """
 
     edits: dict[str, StandingEdit]
-    _original: TraceModel | None = None  # the model of an edited view, which the view keeps alive
+    _original: TraceModel | None = None  # the model that an edited view was made from; the view keeps it alive
     model_name: str
     tokenizer: Any
     vectors: Vectors
     runs: Runs
     progress: bool | None = None
     _plan: Plan = Plan()
-    _planner: tuple[Any, Planner] | None = None  # with the facts that it was made from
+    _planner: tuple[Any, Planner] | None = None  # after the facts, vectors and runs that it was made from
     _is_async = False
-    has_engine = True  # whether an engine runs its requests: in other processes, traces on copies of their variables
+    has_engine = True  # whether its requests run in an engine's processes, where traces have copies of their variables
     _is_elsewhere = False  # whether it runs on another machine
     adapter_argument: AdapterArgument | None = None  # the argument of calls that chooses adapters
 
@@ -124,7 +124,7 @@ class TraceModel(Sizes):
     # Each model provides these.
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
-        """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps."""
+        """Make requests of `invokes`. They run once the stream is awaited or iterated over. `together`: all in the same steps."""
         raise NotImplementedError
 
     @property
@@ -139,7 +139,7 @@ class TraceModel(Sizes):
 
     @property
     def longest_prompt(self) -> int | None:
-        """In tokens; None if it is not bounded."""
+        """The most tokens that a prompt may have; None if there is no limit."""
         return None
 
     @property
@@ -148,7 +148,7 @@ class TraceModel(Sizes):
         return self.longest_prompt
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
-        """The token ids of its prompt. Raises PromptError for a prompt that this model cannot take."""
+        """The token ids of the invoke's prompt. Raises PromptError for a prompt that this model cannot take."""
         raise NotImplementedError
 
     def ids_of(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -187,7 +187,7 @@ class TraceModel(Sizes):
         return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
 
     def _check_forward(self, invokes: Sequence[Invoke]) -> None:
-        """Raise PlanError if code of traces that has to run in the forward could act after final edits."""
+        """Raise PlanError if a plan has final edits: code of traces that runs in the forward could write after them."""
         if any(invoke.plan.has_final for invoke in invokes):
             raise PlanError(
                 "The engine-wide plan is final, and this trace's code has to run in the forward, where it could write after the plan. "
@@ -195,7 +195,7 @@ class TraceModel(Sizes):
             )
 
     def _with_programs(self, invokes: Sequence[Invoke]) -> list[Invoke]:
-        """The invokes with the functions of their plans recorded, each plan's once. Raises PlanError for one that cannot be a program."""
+        """Record the functions in the invokes' plans as programs, once for each plan. Raises PlanError if one cannot be recorded."""
         plans = {id(invoke.plan): invoke.plan for invoke in invokes if invoke.plan and invoke.plan.has_functions}
         recorded = {key: with_programs(plan, self.facts) for key, plan in plans.items()}
         return [replace(invoke, plan=recorded.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
@@ -209,14 +209,14 @@ class TraceModel(Sizes):
         return found, rest
 
     def adapters_of(self, given: Any, prompts: int) -> Sequence[Any]:
-        """The adapter of each prompt, of the value that `adapter_in` returns. Raises ParameterError."""
+        """The adapter of each prompt. `given`: the value that `adapter_in` returns. Raises ParameterError."""
         return adapters_of(given, self.adapter_argument, prompts)
 
     def _check_adapter(self, adapter: Any) -> None:
         """Raise ParameterError for a value that is no adapter, or that this model cannot run."""
 
     def _adapter_alone(self, given: Mapping[str, Any], call: str) -> Any:
-        """The adapter of a call that runs all prompts with one, and takes no parameters. Raises ParameterError, TypeError."""
+        """The adapter of a call that runs all prompts with the same one and takes no other parameters. Raises ParameterError, TypeError."""
         adapter, rest = self.adapter_in(given)
         if rest:
             raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(rest))!r}")
@@ -342,7 +342,7 @@ class TraceModel(Sizes):
         return self._finish(self._returned(invokes, self._run_with_bar(invokes, progress=progress), single))
 
     async def _returned(self, invokes: Sequence[Invoke], running: Any, single: bool) -> Any:
-        """The function's return value in each invoke, or in the only one."""
+        """A list of the function's return values in the invokes; if `single`, the value in the only invoke."""
         values = []
         results = await self._results(running)
         warn_of_functions(invokes, results)
@@ -428,20 +428,20 @@ class TraceModel(Sizes):
     ) -> Any:
         """Run the prompts whose captures a directory lacks, and write their captures to the directory.
 
-        Each request is listed there within about ten seconds of its end, while others run, and at once when none does. Repeat a call that
+        The directory's index lists a request within about ten seconds of its end, or at once if no other request runs. Repeat a call that
         was killed: it continues where it stopped, and logs how many prompts the directory has already.
 
         Args:
             prompts: one prompt or several.
             plan: interventions for all prompts, with at least one `Capture`, without `to`.
-            to: a directory for this model and this plan only. With captures of generated rows, also for these parameters only.
+            to: a directory for this model and this plan only. If the plan captures generated rows, also for these parameters only.
             ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt by it.
                 None makes ids from the tokens; each of several equal prompts gets its own id.
             shard_bytes: the approximate limit of each file's size. 256 MiB if None.
             limit_bytes: how many bytes of rows this call may write. It runs the prompts that fit, in their order, and logs how many are
                 left for another call. Rows of generated tokens count as if each prompt generated `max_tokens`.
-            skip_special_tokens: leave out the rows of special tokens of the prompt, such as `<s>`; those that
-                `tokenizer.decode(skip_special_tokens=True)` leaves out. The rows of generated tokens stay.
+            skip_special_tokens: leave out the rows of the prompt's special tokens, such as `<s>`: the tokens that
+                `tokenizer.decode(skip_special_tokens=True)` leaves out. Rows of generated tokens are kept.
             on_bad: what to do with prompts that the model cannot take: empty ones, longer ones than it takes (on `LanguageModel`, than its
                 `max_position_embeddings`), token ids out of its vocabulary, and values that are no prompts. "raise": raise PromptError
                 before anything runs. "skip": leave them out. "truncate": keep the first tokens of those that are too long, and leave out
@@ -456,9 +456,9 @@ class TraceModel(Sizes):
             `mode="async"`.
 
         Raises:
-            CaptureError: the directory contains captures of another model or plan, or another prompt under one of these ids; only one of
-                this call and an earlier call with the same prompts has `ids`; or the file system has less free space than the rows need.
-                Nothing has been run. Also raised if some captured rows were not written.
+            CaptureError: the directory contains captures of another model or plan, or another prompt under one of these ids; an earlier
+                call has collected one of these prompts with `ids`, and this call has none, or the reverse; or the file system has less free
+                space than the rows need. Nothing has been run. Also raised if some captured rows were not written.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
@@ -487,11 +487,12 @@ class TraceModel(Sizes):
         check of the free space to the job.
 
         Args:
-            prompts: run at once.
+            prompts: they all run at once, and not in parts.
             plan, to, ids, shard_bytes, skip_special_tokens, on_bad, params: as in `collect`.
 
         Returns:
-            the rows and bytes of each prompt that has run, by its id; without those that the directory has, and those left out.
+            The rows and bytes of each prompt that has run, by its id. Prompts that were left out, or that the directory had already, are
+            not in it.
 
         Raises the errors of `collect`.
         """
@@ -509,7 +510,7 @@ class TraceModel(Sizes):
     def _collection(
         self, call: str, prompts: Sequence[Prompt], params: Mapping[str, Any], **options: Any
     ) -> Collection:
-        """The collection of a method named `call`. `options`: as of `Collection`."""
+        """The `Collection` of a call. `call`: the method's name, for errors. `options`: arguments of `Collection`."""
         adapter, params = self.adapter_in(params)
         adapter = adapter_alone(adapter, self.adapter_argument, call)
         options["params"] = sampling(params, 1, self._generation)
@@ -520,7 +521,7 @@ class TraceModel(Sizes):
 
     @cached_property
     def _listings(self) -> dict[Path, Listing]:
-        """The prompts in each directory, which is read once however often the model collects to it."""
+        """The listing of each directory that a call has named. It is kept, so the next call reads only what is new in the index."""
         return {}
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:
@@ -600,13 +601,13 @@ class TraceModel(Sizes):
             seed: another seed gives another order.
             epochs: how many times to run the prompts; None: endlessly. An iterator has one epoch.
             plan: interventions for all prompts, in addition to the captures.
-            dtype: of the batches; None for the model's.
-            buffer_rows: rows that are mixed with each other: 16 batches if None. Twice as many are in memory.
+            dtype: the dtype of the batches; None for the model's.
+            buffer_rows: how many rows are mixed with each other; None for 16 batches. Twice as many rows are in memory.
             on_bad: as in `collect`. `bad` of the activations has the number of each prompt that was left out or cut so far, and why.
             params: sampling parameters; `max_tokens` defaults to 1. The adapter as in `generate`, one for all prompts.
 
         Raises:
-            PlanError, ParameterError: an argument is not allowed. Errors of prompts come with the batches.
+            PlanError, ParameterError: an argument is not allowed. Errors of prompts are raised while you take batches.
         """
         if self._is_async:
             raise ParameterError(
@@ -669,8 +670,9 @@ class TraceModel(Sizes):
         The model's own plan and edits apply. A run that no request uses may be dropped to make room for others.
 
         Args:
-            sites: such as `["resid_post"]`; `layers` and `positions` are as in `Capture`, with positions of the prompt.
-            name: of the run, which replaces an older run of that name. If None, "run-1" and so on.
+            sites: one site or a list, such as `["resid_post"]`.
+            layers, positions: as in `Capture`; the positions are in the prompt.
+            name: the run's name. The run replaces an older run of that name. None for "run-1" and so on.
             adapter: `lora_request=` on `VLLM`, `model=` on `Remote`, as in `generate`. Any request may use the run, also one with another
                 adapter or without one.
 
@@ -678,9 +680,9 @@ class TraceModel(Sizes):
             A handle. Awaitable with `mode="async"`.
 
         Raises:
-            PromptError: it is not one prompt, or this model cannot take it.
+            PromptError: `prompt` is not a single prompt, or this model cannot take it.
             PlanError: there is no such site, layer or position, or no room for the run.
-            ParameterError: the adapter is not one, or cannot be loaded.
+            ParameterError: the adapter is not valid, or cannot be loaded.
         """
         own = self._adapter_alone(adapter, "record")
         asked = RunRequest(one_prompt(prompt, "record"), sites, layers, positions, name, own)
@@ -748,7 +750,8 @@ class TraceModel(Sizes):
                 corrupt prompt's value and 1 the clean one's. Or a function of the log-probability of the answer and, if given, the foil.
             direction: "denoising" patches the clean run into the corrupt prompt, "noising" the corrupt run into the clean prompt. None
                 means "denoising", and for ablations "noising".
-            source: "run" is the other prompt's run. For ablations: "zeros", or "mean", the mean over all tokens of the patched prompts.
+            source: what replaces the activations. "run": those of the other prompt's run. For ablations: "zeros", or "mean", the mean over
+                all tokens of the patched prompts.
             coarse: (layers, positions), the size of windows to patch first. Then only the cells in the `best` windows of each site run.
             top: how many of the likeliest next tokens to return with each cell. Needs a `VLLM` or a `Remote`.
             stream: return the running sweep, and iterate over its cells as they arrive.
@@ -808,16 +811,16 @@ class TraceModel(Sizes):
 
         The sender is the patched head. All heads of later layers keep the values that they have without the patch. So the sender reaches
         the receivers through the residual stream and the MLPs between, or with `freeze_mlps=True` through the residual stream alone. Norms
-        are computed anew. If the receivers are heads, this request records them, and a second one, in which nothing is frozen, patches them
-        with the recorded values.
+        are computed anew. If the receivers are heads, a cell takes two requests. The first one patches the sender, freezes the other
+        values, and records the receivers. The second one only patches the receivers with the recorded values.
 
         Args:
             clean, corrupt, answer, foil, metric, direction, stream, progress, adapter: as in `sweep`. "noising" patches the corrupt run
                 into the clean prompt, as in both papers.
             receivers: "logits"; or heads as `(layer, head)`, one or a list of them, which receive together. A head receives by its
                 queries, keys and values together.
-            layers, heads: of the senders, as in `sweep`. "all" layers are those before the receivers.
-            positions: at which the sender is patched, as in `sweep`. "together" is all of them in one patch.
+            layers, heads: where the senders are, as in `sweep`. layers="all" means all layers before the last receiver.
+            positions: where the sender is patched, as in `sweep`. "together" patches all positions at once.
             freeze_mlps: whether the MLPs from the sender's layer on keep their values, too.
 
         Returns:
@@ -854,12 +857,12 @@ class TraceModel(Sizes):
             result.best(5)                            # the edges with the largest scores
             result.plot()
 
-        The score of an edge is the change of what its sender adds to the residual stream, from the clean to the corrupt prompt, times the
-        gradient of the metric at its receiver's input in the clean run. It is the first-order effect of patching this edge alone. Senders
-        are the input (the embeddings), the heads and the MLPs; receivers are the heads, by their queries, keys and values together, the
-        MLPs and the logits.
+        The score of an edge is a dot product of two arrays `[tokens, hidden]`: the change of the sender's contribution to the residual
+        stream from the clean to the corrupt prompt, and the gradient of the metric at the receiver's input in the clean run. The score is
+        the first-order effect of patching this edge alone. Senders are the input (the embeddings), the heads and the MLPs; receivers are
+        the heads, by their queries, keys and values together, the MLPs and the logits.
 
-        A pair takes two runs without gradients and one with them. Memory is needed for `nodes * tokens * hidden_size` numbers, twice.
+        A pair takes two runs without gradients and one with them. Two arrays of `nodes * tokens * hidden_size` numbers are in memory.
 
         Args:
             clean, corrupt: one prompt each, or for several pairs one list each. The prompts of a pair have the same number of tokens.
@@ -889,7 +892,8 @@ class TraceModel(Sizes):
         this form edits the model itself on `VLLM` and `Remote`, as with `inplace=True`.
 
         Args:
-            name: for `clear_edits`, and for requests that choose edits. An older edit of that name is replaced, with a warning.
+            name: the edit's name, for `clear_edits` and for the argument `edits` of requests. The edit replaces an older one of that name,
+                with a warning.
             inplace: edit the model itself, `with model.edit(inplace=True):`. With `as tracer`, the block has a tracer.
         """
         return EditContext(self, name, inplace)
@@ -902,7 +906,7 @@ class TraceModel(Sizes):
         return view
 
     def _edited_view(self, name: str) -> TraceModel:
-        """A copy with edits of its own, which can remove the one called `name`."""
+        """A view whose method `clear` removes the edit called `name` from the view and from this model."""
         view = self._view()
 
         def clear() -> None:

@@ -46,7 +46,7 @@ _NOT_YET = (
 
 
 class _MisplacedError(TraceError):
-    """Code of an invoke's block is above the invokes."""
+    """Code that belongs into an invoke's block is in the block around the invokes."""
 
 
 class BlockContext:
@@ -264,7 +264,7 @@ class Tracer(BlockContext):
         return self._block is not None and frame.f_code is self._block.code
 
     def program_of(self, block: Block) -> BlockProgram:
-        """The program of a block, with this tracer replaced by the tracer of bodies."""
+        """The program of a block. In the block's variables, a `BodyTracer` replaces this tracer."""
         injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
         if self._prompt is not None and isinstance(block.target, str):
             injected[block.target] = BodyTracer()
@@ -392,7 +392,7 @@ def _names(results: list[InvokeResult], kind: str) -> list[str]:
 def saved_values(
     outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke], results: list[InvokeResult]
 ) -> dict[str, Any]:
-    """The values to bind in the caller's frame: a list, in the order of the invokes, for a name that several of them saved.
+    """The values to bind in the caller's frame, by name. If several invokes saved a name, its value is the list of theirs, in order.
 
     The caller's lists and dicts, both those that invokes use by name and those `saved` in the block around them, keep their identity and
     receive the items that invokes put into them. The invokes also share them in the engine.

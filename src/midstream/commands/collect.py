@@ -41,8 +41,8 @@ def read_prompts(
     shard: tuple[int, int] = (0, 1),
     on_bad: str = "raise",
 ) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a shard of a file, and their ids. Raises PromptError for a line anywhere in the file that has none; with another
-    `on_bad` than "raise", a line with a value that is no prompt has this value.
+    """The prompts of a shard of a file, and their ids. Raises PromptError if any line of the file, in the shard or not, has no prompt.
+    Unless `on_bad` is "raise", a value that is not a prompt is returned like a prompt.
     """
     prompts, ids, lines = list[Prompt](), list[str](), dict[str, int]()
     for number, given in _records(path, column, id_column):
@@ -88,7 +88,7 @@ def _rows(path: Path, columns: set[str | None]) -> Iterator[dict[str, Any]]:
 
 
 def _prompt_in(given: Any, column: str | None, checked: bool) -> Any:
-    """The prompt of a line or row. Raises PromptError if it has several, or none; for a value that is no prompt only if `checked`."""
+    """The prompt of a line or row. Raises PromptError if it has several or none and, if `checked`, for a value that is no prompt."""
     if isinstance(given, Mapping):
         known = [name for name in ([column] if column else COLUMNS) if name in given]
         found = [name for name in known if given[name] is not None]
@@ -167,7 +167,7 @@ def start_model(name: str, backend: str, engine: Mapping[str, Any]) -> TraceMode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="midstream collect",
         usage="midstream collect MODEL --prompts FILE --to DIR (--site SITE | --plan FILE) [any argument of the engine]",

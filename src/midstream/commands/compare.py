@@ -35,7 +35,7 @@ PROMPTS = (
     "When Mary and John went to the store, John gave a drink to",
 )
 NO_EFFECT = 1e-3  # an edit whose relative change of the logits is smaller has no effect
-COLUMNS = 5  # of the printed table
+COLUMNS = 5  # how many models a printed table has side by side
 
 PER_LAYER = (
     "layers_input",
@@ -55,7 +55,7 @@ Values = dict[str, torch.Tensor]  # by where it was read: `layers_output[3]`
 
 
 def read_layers(name: str, layers: Sequence[int], model: Any) -> Values:
-    """The accessor at each of `layers` that has the site."""
+    """The accessor's value at each of `layers` that has the site."""
     values = {}
     for layer in layers:
         try:
@@ -83,7 +83,7 @@ READS: dict[str, Callable[[Sequence[int], Any], Values]] = {
 }
 
 
-# The edits. `donor` is another prompt's residual stream after the layer, at its last token.
+# The edits. `donor` is the first prompt's residual stream after the layer, at its last token.
 
 
 def _steer(model: Any, layer: int, donor: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ def _zero(accessor: str, model: Any, layer: int, donor: torch.Tensor) -> None:
 
 
 def _replace(accessor: str, model: Any, layer: int, donor: torch.Tensor) -> None:
-    """Replace by the rows in reverse order, which shows rows at a wrong position."""
+    """Reverse the order of the rows. A row at a wrong position then shows as a difference."""
     site = getattr(model, accessor)
     site[layer] = site[layer].flip(0)
 
@@ -222,7 +222,7 @@ def _run_edits(
     donors: dict[int, torch.Tensor],
     texts: list[str],
 ) -> list[Values]:
-    """The edit at each of `spots` whose layer has the site. Raises UnknownSiteError if none has."""
+    """Each prompt's values under the edit at each of `spots` whose layer has the site. Raises UnknownSiteError if no layer has it."""
     found: list[Values] = [{} for _ in texts]
     lacking: MidstreamError | None = None
     for at in spots:
@@ -362,7 +362,7 @@ def compare(
 
 
 def text_table(rows: Sequence[Comparison]) -> str:
-    """Accessors and edits down, models across, some models at a time."""
+    """Tables with a row for each accessor and edit, and a column for each of up to `COLUMNS` models."""
     first = max(map(len, ENTRIES))
     parts = []
     for start in range(0, len(rows), COLUMNS):
@@ -377,14 +377,14 @@ def text_table(rows: Sequence[Comparison]) -> str:
 
 
 def markdown_table(rows: Sequence[Comparison], entries: Sequence[str]) -> str:
-    """Models down, accessors or edits across."""
+    """A table with a row for each model, and a column for each of `entries`."""
     lines = ["| model | " + " | ".join(entries) + " |", "|---" * (len(entries) + 1) + "|"]
     lines += [f"| {row.name} | " + " | ".join(str(row.differences[e]) for e in entries) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 1 if a difference is above `--tolerance`, or something failed."""
+    """Run the command. Returns 1 if a difference is above `--tolerance`, or if something failed."""
     parser = argparse.ArgumentParser(prog="midstream compare", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help="paths or names; the bundled model if none is given")
     parser.add_argument("--layers", nargs="+", type=int, help="layers to read and edit; all if not given")

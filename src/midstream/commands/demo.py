@@ -87,7 +87,7 @@ def waiting(text: str) -> Iterator[None]:
         print(f"  {text}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
-# Traces. Functions whose only parameter is `model` run inside the forward pass.
+# Traces. The functions passed to `model.run` run inside the forward pass.
 
 
 def read(model: VLLM) -> None:

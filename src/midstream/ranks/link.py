@@ -93,7 +93,7 @@ class _Waived(_LinkHeader):
 
 
 class _Over(_LinkHeader):
-    """The bodies have failed with `failure`, if it is not None. If `ended`, they are over on that rank."""
+    """The bodies have failed with `failure`, if it is not None. If `ended`, they are over on the sender's rank."""
 
     bodies: list[str]
     failure: str | None
@@ -120,10 +120,10 @@ class Published:
     """A published value.
 
     Attributes:
-        content: replaced, never changed, so that it can be sent while it is being moved.
-        ranks: the ranks that may still fetch it. Without any, the value is forgotten.
+        content: replaced, never changed, so that it can be sent while its tensors move to host memory.
+        ranks: the ranks that may still fetch it. When none is left, the value is forgotten.
         once: whether each of them fetches it only once.
-        place: the point of the model that it was read at; values of one point are sent ahead.
+        place: the point of the model at which it was read. A rank that gets it is sent the point's next value without a request.
     """
 
     content: ReadyValue
@@ -151,14 +151,14 @@ class Fetch:
         return self.answer.done()
 
     def fail(self, error: MidstreamError) -> None:
-        """There will be no answer."""
+        """Make `wait` raise the error, since no answer will come."""
         self.answer.set_exception(copy.copy(error))  # a raised error keeps its frames alive
 
     def wait(self) -> Any:
         """The value, its tensors on the CPU.
 
         Raises NeverReachedError if it will never exist, EngineClosedError if its owner has gone, TraceError if it cannot
-        be sent, and LookupError or TypeError if it has no such part.
+        be sent, and LookupError or TypeError if it lacks the requested part.
         """
         if self._opened is None:
             self._opened = self.answer.result().open()
@@ -202,7 +202,7 @@ class SharedBody:
     ahead: dict[tuple[int, PointName, Ref], tuple[int, Message]] = field(default_factory=dict)
 
     def note_answer(self, number: int, reader: Requester) -> None:
-        """A reader gets the value. Subscribe it to the point's next value, and forget this one if no other rank may fetch it."""
+        """Note that a reader gets a value: subscribe it to the point's next value. A value with `once` is not kept for this rank."""
         published = self.values[number]
         if published.place is not None:
             self.subscribers[published.place].add(reader)
@@ -227,7 +227,7 @@ class SharedBody:
         self.without(rank, list(self.values))
 
     def take_ahead(self, rank: int, number: int, ref: Ref) -> tuple[PointName, Message] | None:
-        """The place and message of a value that has come without a request."""
+        """Remove and return the point and message of a value that has come without a request; None if it has not come."""
         for key, (its, message) in self.ahead.items():
             if its == number and (key[0], key[2]) == (rank, ref):
                 del self.ahead[key]
@@ -323,7 +323,7 @@ class Link:
                 self._on_device.add(published)
         for reader in asked:
             self._answer(reader, body, number, held)
-        for reader in ahead:  # `end_step` there renews the subscription
+        for reader in ahead:  # the reader's `end_step` renews the subscription if it has used the value
             self._answer(reader, body, number, held, place)
 
     def fetch(self, peer: int, body: str, number: int, ref: Ref = ()) -> Fetch:
@@ -378,7 +378,7 @@ class Link:
     def end(self, body: str, reason: MidstreamError) -> None:
         """The body is over on this rank. Fetches of values that it has not published raise `reason`.
 
-        `failure_of` tells the other ranks if this is a StageFailedError.
+        If `reason` is a StageFailedError, `failure_of` returns it on the other ranks.
         """
         self._finish([body], reason)
 
@@ -511,7 +511,7 @@ class Link:
             fetch.answer.set_result(message)
 
     def _lose(self, peer: int) -> None:
-        """The peer is gone."""
+        """Note that the peer has gone, and fail the fetches from it."""
         with self._lock:
             self._gone.add(peer)
             fetches = self._take_open(lambda owner, body: owner == peer)
@@ -543,7 +543,7 @@ class Link:
             del self._over[next(iter(self._over))]
 
     def _take_open(self, matches: Callable[[int, str], bool]) -> list[Fetch]:
-        """The open fetches for whose rank and body `matches` is true: they get no answer any more."""
+        """Remove and return the open fetches whose rank and body `matches` accepts. The caller fails them."""
         keys = [key for key in self._open if matches(key[0], key[1])]
         return [fetch for key in keys for fetch in self._open.pop(key)]
 

@@ -173,7 +173,7 @@ class _Merging:
         return merged
 
     def _places(self, each: Mapping[int, Mapping[Any, Any]]) -> list[Any]:
-        """All keys, without the keys of stages past the judge only."""
+        """The keys of all stages, without the keys that only stages past the judge have."""
         bounded = self._past if self._judge in each else frozenset()
         return list(dict.fromkeys(key for stage, own in each.items() if stage not in bounded for key in own))
 

@@ -26,11 +26,11 @@ _STAGE_MOMENTS = 1 << 40  # larger than the number of inputs and outputs in one 
 
 @dataclass(frozen=True)
 class StageParts:
-    """The description of a stage that the other stages get.
+    """A stage's description, for the other stages.
 
     Attributes:
-        arch: its part of the architecture.
-        built: path -> class of the modules that it built, placeholders left out, as `package.module:Class`.
+        arch: the stage's part of the architecture.
+        built: path -> class, as `package.module:Class`, of each module that the stage built. Placeholders are left out.
     """
 
     arch: Architecture
@@ -50,7 +50,7 @@ class StageParts:
 
 
 def merged_architecture(parts: Sequence[Architecture]) -> Architecture:
-    """The model's architecture, merged from its stages' in their order. Moments count through the whole model's forward.
+    """The model's architecture, merged from the parts of its stages, in order. Moments are numbered through the whole model's forward.
 
     A module that lies in several stages, like one that contains all layers, begins in the first of them and ends in the last.
     """
@@ -82,10 +82,10 @@ class Reference(Opaque):
 
 
 class Stages(Stage):
-    """This stage, and its knowledge of the others.
+    """This stage, with the descriptions of all stages and the link to the others.
 
     Args:
-        parts: of every stage, in their order.
+        parts: the description of every stage, in order.
         link: to the ranks of the other stages that have the same tensor-parallel rank.
         device: where the forward computes.
 
@@ -112,7 +112,7 @@ class Stages(Stage):
             self._children.setdefault(parent, []).append(name)
 
     def of(self, key: Key) -> int:
-        """The stage that has a point. For a module that the forward does not call: the last stage that built it."""
+        """The stage that owns a point; for a module that the forward does not call, the last stage that built it."""
         if key in LAST_POINTS:
             return self.size - 1
         if key[-1] == CALL:
@@ -170,7 +170,7 @@ class Stages(Stage):
         self.link.end(body, self._why_over(failure))
 
     def _why_over(self, failure: BaseException | None) -> MidstreamError:
-        """The error of later fetches."""
+        """The error that later fetches of the body's values raise. `failure`: the error of the body's code, if it failed."""
         if failure is None:
             return NeverReachedError("The value was never reached: the trace ended without it.")
         text = f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}"

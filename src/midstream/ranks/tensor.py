@@ -131,7 +131,7 @@ class Finder(ShardFinder):
         self._exchange = exchange
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
-        """All modules if some of them may return summands, since an all-reduce or a norm may overwrite summands in place."""
+        """All modules, if some of them may return summands: an all-reduce or a norm may overwrite summands in place later."""
         partial = any(_returns_summands(module) or is_a(module, *_EXPERTS) for module in modules.values())
         return set(modules) if partial else set()
 
@@ -203,7 +203,10 @@ class _Search:
                     self._note_digest(kind, call, leaf)
 
     def _note_digest(self, kind: Kind, call: ModuleCall, leaf: Leaf) -> None:
-        """Note the digest of experts' output and its copies: experts may have reduced it already. (Equal weights on all ranks hide it.)"""
+        """Note the digest of experts' output, and of leaves equal to it. If all ranks have the same digest, the output counts as reduced.
+
+        Summands of experts that have equal weights on all ranks therefore count as reduced, too.
+        """
         assert leaf.snapshot is not None
         digest = hashlib.blake2b(leaf.snapshot.cpu().numpy().tobytes()).digest()
         if kind == "output" and is_a(call.module, *_EXPERTS):
@@ -216,7 +219,7 @@ class _Search:
         return leaf.tensor.numel() if len(leaf.shape) == 1 else leaf.tensor.numel() // max(self._tokens, 1)
 
     def _by_class(self, kind: Kind, call: ModuleCall) -> dict[Ref, ShardLayout | None]:
-        """The layouts that follow from the module's class; None for a full tensor."""
+        """The layouts that follow from the module's class; None for a full tensor. Other leaves are missing."""
         module, leaves = unwrapped(call.module), _floating(call.inputs if kind == "input" else call.returned)
         if is_a(module, "Attention", "Heads"):
             return self._attention(kind, call, leaves)
@@ -235,7 +238,7 @@ class _Search:
         return int(getattr(module, "tp_size", 1)) == self.size
 
     def _shards(self, *widths: Any, replicas: int = 1) -> Shards:
-        """The first segment is divided by all ranks; `replicas` ranks share a part of each other one (keys, values)."""
+        """Segments of these widths. All ranks divide the first one; `replicas` ranks share each part of the others (keys, values)."""
         later = [Segment(int(width), replicas) for width in widths[1:]]
         return Shards((Segment(int(widths[0])), *later), self.size)
 
@@ -259,7 +262,7 @@ class _Search:
         if not any(self._is_split(m) for m in linears):
             return {}
         replicas = max([1, *(getattr(m, "num_kv_head_replicas", 1) for m in linears)])
-        if is_a(module, "Heads"):  # which returns what it takes
+        if is_a(module, "Heads"):  # it returns its inputs
             copies = zip(leaves, (1, replicas, replicas), strict=True)
             return {leaf.ref: Shards((Segment(self._width(leaf), each),), self.size) for leaf, each in copies}
         value_size = getattr(module, "head_size_v", module.head_size)
@@ -299,7 +302,8 @@ class _Search:
         return leaf.tensor.stride(axis)
 
     def _by_shape(self, call: ModuleCall, leaf: Leaf, found: Mapping[Ref, ShardLayout]) -> ShardLayout | None:
-        """The layout of an input, for a module without children that returns its shape, or half of it as gated activations do.
+        """The layout of an input, if a module without children returns a tensor of the input's shape, or of half its width as gated
+        activations do.
 
         Only for shards: the function may be nonlinear, so summands cannot be passed through it.
         """
@@ -326,9 +330,9 @@ class TensorParallel(Peers):
     All methods are called for the same bodies in the same order on all ranks, as long as the bodies agree.
 
     Args:
-        layouts: of the tensors of which this rank has a part.
-        gather: collective; from `[...]` on every rank to `[ranks, ...]`, in their order.
-        link: to the other ranks.
+        layouts: the layouts of the tensors that are divided among the ranks.
+        gather: collective; from `[...]` on every rank to `[ranks, ...]`, in the order of the ranks.
+        link: the link to the other ranks.
     """
 
     several = True

@@ -24,7 +24,7 @@ from midstream.trace.tracer import Result
 from midstream.transport.data import NO_MESSAGE, register_data_kind
 from midstream.tree import map_objects
 
-MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
+MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # limits of one call; a character of a text prompt counts as a token
 _FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)
 
 
@@ -50,11 +50,11 @@ class RemoteCall(msgspec.Struct, forbid_unknown_fields=True):
         plans: as `Plan.to_wire` writes them.
         stream: whether the server sends outputs with each token, and not only at the end.
         together: whether all requests must be in the same steps.
-        programs, bodies: as in `ShippedCode`; no programs without a trace.
+        programs, bodies: as in `ShippedCode`; empty if the server runs no code.
         tier: where the code of the traces runs.
         own: for each request, the number of the plan that makes the writes and captures of its trace, if the tier has plans.
-        keeps_to_graphs: for each request, as of `TraceRequest`.
-        lengths: the lengths in tokens of the prompts that these plans were made for.
+        keeps_to_graphs: for each request, as in `TraceRequest`.
+        lengths: the prompt lengths, in tokens, for which the plans of `own` were made.
     """
 
     version: str
@@ -89,7 +89,7 @@ class RemoteSample:
 
     Attributes:
         logprobs: for each token, a `Logprob` by token id; None unless asked for.
-        scores: what the plan's probes have found.
+        scores: the scores of the plan's probes.
     """
 
     index: int
@@ -134,9 +134,9 @@ class Update:
     Attributes:
         index: of the request in its call.
         samples: with their new text, tokens and scores only.
-        outcomes: None while the request runs, and so are the following attributes. A failure is the error to raise.
+        outcomes: None until the request ends; only then are the following attributes set. The failure of an outcome is the error to raise.
         captures: one for each sample.
-        error, missing: as of `InvokeResult`.
+        error, missing: as in `InvokeResult`.
     """
 
     index: int
@@ -263,7 +263,7 @@ class OutputReader:
 
 
 def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> None:
-    """Make the outcomes of a trace's samples from its plan's captures, which then leave the output."""
+    """Make the outcomes of a trace's samples from the captures of its plan, and remove these captures from the output."""
     samples = output.captures if isinstance(output.captures, list) else [output.captures]
     nothing = output.captures = Captured(output.request_id)
     try:
@@ -280,10 +280,10 @@ class Progress:
 
     Args:
         endings: for each prompt, the function that makes its trace's outcome, if the server runs no code of the trace.
-        probes: for each prompt, those of its plan.
+        probes: for each prompt, the probes of its plan.
 
     Attributes:
-        results: of the ended requests, by their numbers.
+        results: the results of the ended requests, by the requests' numbers.
     """
 
     def __init__(self, endings: Sequence[Ending | None], probes: Sequence[Sequence[Probe]]) -> None:
@@ -292,7 +292,7 @@ class Progress:
         self.results: dict[int, InvokeResult] = {}
 
     def read(self, message: Any) -> tuple[int, RemoteOutput, InvokeResult | None] | None:
-        """Read a message: the request's number, its output, and its result if it has ended. None for a sign of life. Raises its error."""
+        """The request's number, its output, and its result if it has ended. None for a sign of life. Raises a message that is an error."""
         if message is None:
             return None
         if isinstance(message, MidstreamError):
@@ -313,7 +313,9 @@ class Progress:
             raise ChannelError("the server ended its answer early")
 
     def lost_error(self, url: str, reason: object) -> RemoteError:
-        """The error for a lost connection. Its `outputs` and `saves` have the outputs and saved values so far, for each request."""
+        """The error for a lost connection. For each request, its `outputs` has the output, or None if the request has not ended, and its
+        `saves` the values saved so far.
+        """
         saves = [reader.output.saves for reader in self._readers]
         dicts = (part for each in saves for part in (each if isinstance(each, list) else [each]))
         names = sorted({name for part in dicts for name in part})

@@ -86,13 +86,13 @@ class ServerConnection:
         return self._clients[process]
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
-        """A response without an error. Raises the server's error in its own class, or RemoteError."""
+        """Send a request, and return the response. Raises the server's error in its own class, or RemoteError."""
         with self._response(method, path, **request) as response:
             response.read()
         return response
 
     def messages(self, call: RemoteCall, progress: Progress) -> Iterator[Item]:
-        """The outputs of a call as they come. Leaving it ends the requests on the server."""
+        """The outputs of a call as they come. Closing the iterator ends the requests on the server."""
         reader, content = MessageReader(), msgspec.msgpack.encode(call)
         with self._response("POST", "generate", progress, content=content) as response:
             for data in response.iter_raw():
@@ -125,7 +125,7 @@ class ServerConnection:
     def _response(
         self, method: str, path: str, progress: Progress | None = None, **request: Any
     ) -> Iterator[httpx.Response]:
-        """A response without an error, to be read in the block. Raises as `ask` does."""
+        """A block in which the response can be read. Raises the errors of `ask`."""
         with self._errors(progress), self._client.stream(method, self._at(path), **request) as response:
             if response.is_error:
                 response.read()
@@ -167,7 +167,7 @@ class ServerConnection:
 
 
 def _event(line: str) -> Event | None:
-    """The event in a line of a sweep's stream; None if it has none. Raises the error if the line has one instead."""
+    """The event in a line of a sweep's stream; None if the line has no data. Raises the error that a line may have in place of an event."""
     if not line.startswith("data: "):
         return None
     try:
@@ -235,7 +235,7 @@ class CaptureForwarder:
             await capture.delivered()
 
     def discard(self) -> None:
-        """No one takes the output any more."""
+        """Drop the rows: the caller no longer reads the outputs."""
         for capture, _ in self._captures:
             capture.discard()
 
@@ -252,8 +252,8 @@ class RemoteStream(OutputStream):
     """The outputs of requests on a server.
 
     Args:
-        calls: the calls, which are sent one after the other, each with what reads its results.
-        forwarders: for each call, the forwarders of its requests, by their numbers.
+        calls: the calls, each with the `Progress` that reads its results. They are sent one after the other.
+        forwarders: for each call, the forwarders of its requests, by the requests' numbers.
     """
 
     def __init__(
@@ -321,8 +321,8 @@ class RemoteSweep:
     """A sweep that a server runs.
 
     Args:
-        route: the last part of its path.
-        asked: the body for the server.
+        route: the last part of the request's path.
+        asked: the body of the request.
         metric: grades the cells.
 
     Attributes:
@@ -336,7 +336,7 @@ class RemoteSweep:
         self.result: SweepResult | None = None
 
     async def events(self) -> AsyncGenerator[Event]:
-        """The sweep's events as they come. Leaving it ends the sweep on the server."""
+        """The sweep's events as they come. Closing the generator ends the sweep on the server."""
         try:
             events_of_server = self._server.events(self._route, self._ask, self._is_async)
             async with contextlib.aclosing(events_of_server) as events:
@@ -365,7 +365,7 @@ class RemoteRuns(Runs):
         ]
 
     async def add(self, run: RecordedRun) -> RecordedRun:
-        """Add a run that the server has recorded; it has deleted an older one of its name."""
+        """Add a run that the server has recorded. The server has already deleted an older run of the same name."""
         self._handles[run.name] = run
         return run
 
@@ -390,10 +390,10 @@ class Remote(DescribedModel):
     version of midstream, because their code travels as bytecode. They can save tensors, numbers, texts and containers of these.
 
     Args:
-        url: of the server, `http://host:port`.
-        api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
+        url: the server's address, `http://host:port`.
+        api_key: one of the server's API keys; None takes it from the environment variable MIDSTREAM_API_KEY.
         mode: as in `VLLM`.
-        admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
+        admin_key: the server's key for administration, which is needed to set `engine_plan`; None takes it from MIDSTREAM_ADMIN_KEY.
         progress: the default of `progress` for the model's calls, such as `generate`.
 
     Attributes:
@@ -457,7 +457,7 @@ class Remote(DescribedModel):
             raise ParameterError(text, field="model")
 
     def name_of_adapter(self, adapter: Any) -> str:
-        """The adapter's name, for the records of what was run with it."""
+        """The adapter's name, as collections and sweeps record it."""
         return str(adapter)
 
     @cached_property
@@ -507,7 +507,7 @@ class Remote(DescribedModel):
         self._connection.close()
 
     async def _recording(self, asked: RunRequest) -> RecordedRun:
-        """Have the server record a run, with its engine-wide plan and without this object's. The API key decides the owner."""
+        """Have the server record a run. The server's engine-wide plan applies; this object's plan does not. The API key owns the run."""
         body = {
             "prompt": self._prompt_data(asked.prompt),
             "sites": asked.checked_sites(),
@@ -526,7 +526,7 @@ class Remote(DescribedModel):
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
     def _sweeping(self, asked: SweepRequest, to: Any) -> RemoteSweep:
-        """Have the server run the sweep, with its engine-wide plan and without this object's."""
+        """Have the server run the sweep. The server's engine-wide plan applies, and this object's plan does not."""
         if to is not None:
             raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
         metric, foil = asked.metric, None if asked.foil == [None] * len(asked.foil) else asked.foil
@@ -557,10 +557,10 @@ class Remote(DescribedModel):
 
     def _prompt_data(self, prompt: Prompt) -> str | list[int]:
         """The prompt in the form for the server. Raises PromptError for a prompt that its model cannot take."""
-        with contextlib.suppress(UnicodeEncodeError):  # `ids_of` says where
+        with contextlib.suppress(UnicodeEncodeError):  # `ids_of` raises an error that says where
             if isinstance(prompt, str) and 0 < len(prompt.encode()) <= self.longest_prompt:
                 self._warn_of_second_bos(prompt)
-                return prompt  # no token is shorter than a byte
+                return prompt  # short enough: no token is shorter than a byte
         (ids,) = self.ids_of([prompt])
         return prompt if isinstance(prompt, str) else ids
 
@@ -603,7 +603,7 @@ class Remote(DescribedModel):
         return Called(run)
 
     def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[RemoteCall, Progress]:
-        """The call, and what reads its results. Of traces that plans do completely the server gets no code."""
+        """The call, and the `Progress` that reads its results. The call has no code if plans do all of the server's work for traces."""
         call = RemoteCall(metadata.version(NAME), [], [], self._is_async, together)
         endings: list[Ending | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
@@ -634,7 +634,7 @@ class Remote(DescribedModel):
         return call, Progress(endings, [invoke.plan.probes for invoke in invokes])
 
     def _sent(self, plan: Plan) -> Plan:
-        """The plan without the large constants of its programs, if the server has them all as those of an SAE."""
+        """The plan; without the large constants of its programs, if the SAEs on the server contain all of them."""
         held, data = plan.held
         return held if data and data.keys() <= self.saes.constants else plan
 
@@ -678,8 +678,8 @@ class _OnServer(MutableMapping[str, Any]):
     """Named things on a server, of all clients. Each read and each change is a request to the server, and may raise its error.
 
     Attributes:
-        _kind: the name of their routes.
-        _called: one of them, in messages.
+        _kind: the name of the routes, such as "vectors".
+        _called: the word for one of the things in messages, such as "vector".
     """
 
     _kind: str
@@ -738,13 +738,13 @@ class RemoteVectors(_OnServer, Vectors):
 
 
 class RemoteSAEs(_OnServer):
-    """The sparse autoencoders on a server. A plan of an SAE that is here needs not carry its large matrices."""
+    """The sparse autoencoders on a server. A plan that uses only these is sent without their large matrices."""
 
     _kind, _called = "saes", "SAE"
 
     @property
     def constants(self) -> set[str]:
-        """The digests of their large matrices."""
+        """The digests of the large matrices of all SAEs on the server."""
         return {digest for about in self._listed().values() for digest in about["constants"]}
 
     def __getitem__(self, name: str) -> SAE:

@@ -1,5 +1,5 @@
 """Sweeps: activation patching over layers, positions, sites and heads.
 
-`request` has the arguments, `running` runs the sweep as requests to the model, `events` defines the events of a running sweep, and
-`results` has its result.
+`cells` has the arguments and the grid of cells. `sweep_run` runs the cells as requests to the model, and `paths` those of path patching.
+`edges` computes edge attribution. `events` defines the events of a running sweep, and `results` the result.
 """

@@ -22,10 +22,10 @@ Metric = str | Callable[..., float]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A prompt.
+    """A prompt as tokens.
 
     Attributes:
-        ids, texts: of each token.
+        ids, texts: the id and the text of each token.
         offsets: returns the prompt's text, and the characters `[begin, end)` of each token in it. Raises PlanError.
     """
 
@@ -40,13 +40,15 @@ class Tokens:
 
 @dataclass
 class SweepRequest:
-    """The arguments of `sweep` and `path_patching`, after the checks that need no model. See `TraceModel.sweep` for them and the errors.
+    """The arguments of `sweep` and `path_patching`, after the checks that need no model.
+
+    See `TraceModel.sweep` and `TraceModel.path_patching` for the arguments and the errors.
 
     Attributes:
         clean, corrupt: a list with a prompt for each pair. `corrupt` may be None.
-        answer, foil: a list with one for each pair; Nones without foils.
-        adapter: that all requests run with.
-        paths: of `path_patching`; None for a sweep.
+        answer, foil: a list with one for each pair. Without foils, `foil` is a list of None.
+        adapter: the adapter that all requests run with.
+        paths: the paths of `path_patching`; None for a sweep.
     """
 
     clean: Any
@@ -146,8 +148,8 @@ def spaces_missing(answers: Answers, missing: Sequence[Sequence[MissingSpace]], 
 
     Args:
         answers: the answer and, if there is one, the foil.
-        missing: those that lack a space after the clean prompt and, if there is one, after the corrupt prompt. The answer belongs to the
-            clean prompt, and the foil to the corrupt one.
+        missing: the answers that most likely lack a space after the clean prompt and, if there is one, after the corrupt prompt. The answer
+            is looked up after the clean prompt; the foil after the corrupt prompt, if there is one.
         pair: the pair's number; None if there is only one.
     """
     found = list[str]()
@@ -290,7 +292,7 @@ def label_of(groups: Sequence[list[int]], bases: Sequence[Tokens], entry: Any = 
 
     Args:
         groups: the column's positions in each pair's patched prompt.
-        entry: what the caller gave for it; the label if its positions differ, too.
+        entry: what the caller gave for the column. It is the label if the positions differ between pairs, too.
     """
     texts = {"".join(base.texts[i] for i in group) for base, group in zip(bases, groups, strict=True)}
     if len(texts) == 1:
@@ -312,7 +314,7 @@ def _column(label: str, groups: list[list[int]], alignments: Sequence[list[int |
 
 
 def windows_of(grid: Grid, size: tuple[int, int], bases: Sequence[Tokens]) -> Grid:
-    """The grid in windows of `size`, which is (layers, positions). Columns without a counterpart belong to no window.
+    """The grid, divided into windows of `size`, which is (layers, positions). Positions without a counterpart belong to no window.
 
     Args:
         grid: with a column for each position.
@@ -380,5 +382,5 @@ def cells_in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _twos(number: int) -> int:
-    """How often 2 divides the number; at most 3 times counts."""
+    """How many times 2 divides the number, but at most 3."""
     return next((i for i in range(3) if number >> i & 1), 3)

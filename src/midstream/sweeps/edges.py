@@ -1,9 +1,9 @@
 """Edge attribution: an estimate of how much each edge of the model's graph matters, from one backward pass.
 
 Syed et al. 2023 (arXiv:2310.10348). The nodes are the input, the attention heads, the MLPs and the logits. Each reads the sum of what all
-earlier nodes have added to the residual stream. The score of an edge is the change of what its sender adds, from the clean to the corrupt
-prompt, times the gradient of the metric at its receiver's input in the clean run. That gradient is taken through the receiver alone, not
-through the stream that passes it.
+earlier nodes have added to the residual stream. The score of an edge is a dot product: the change of what the sender adds, from the clean
+to the corrupt prompt, and the gradient of the metric at the receiver's input in the clean run. The gradient is taken through the receiver
+alone, and not through the residual stream that bypasses it.
 
 Shapes: P pairs, S senders, R receivers, T tokens, H hidden, N heads, D head dim.
 """
@@ -163,7 +163,7 @@ def _pairs(model: Any, asked: SweepRequest) -> list[tuple[list[int], list[int]]]
 
 
 class _Values(NamedTuple):
-    """What the nodes of one prompt's run add to the stream, and what the stream is. Lists have one value for each layer.
+    """The residual stream in the run of one prompt, and what the nodes add to it. Lists have one value for each layer.
 
     Attributes:
         pre_TH, mid_TH, post_TH: the residual stream before the attention, between it and the MLP, and after the layer.
@@ -204,7 +204,8 @@ def _metric(logprobs_V: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
 def _gradients(model: Any, tokens: Sequence[int]) -> list[torch.Tensor]:
     """The gradient of the metric at the input of each receiver, through this receiver alone, `[tokens, hidden]` each.
 
-    Each value is replaced by a copy, from which autograd starts: what a receiver reads is before a copy, and what it adds after one.
+    Each value is replaced by a copy, so that the gradient can be taken in two parts: from the metric to the copy of what a receiver adds,
+    and from the original of this copy to the copy of what the receiver reads.
     """
     layers = range(model.num_layers)
     pre, z, z_copy, mid, mlp, mlp_copy = [], [], [], [], [], []
@@ -260,14 +261,14 @@ def _adds(model: Any, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _by_head(adds: Callable[[torch.Tensor], torch.Tensor], change_TND: torch.Tensor) -> torch.Tensor:
-    """The change of what each head adds to the stream, `[heads, tokens, hidden]`. The projection may have a bias."""
+    """The change of what each head adds to the stream, `[heads, tokens, hidden]`. Subtracts the projection's bias."""
     eye_NN = torch.eye(change_TND.shape[1], dtype=change_TND.dtype)
     alone_NTND = change_TND[None] * eye_NN[:, None, :, None]
     return adds(alone_NTND) - adds(torch.zeros_like(change_TND[:1]))
 
 
 def _check_layer(layer: int, values: _Values, adds: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise ParameterError unless the stream is the sum of what the nodes add, so that each sender reaches all later receivers as it is."""
+    """Raise ParameterError unless the layer adds the outputs of its attention and its MLP to the residual stream without changing them."""
     parts = (
         ("attention", values.pre_TH[layer] + adds(values.z_TND[layer]), values.mid_TH[layer]),
         ("MLP", values.mid_TH[layer] + values.mlp_TH[layer], values.post_TH[layer]),

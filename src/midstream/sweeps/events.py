@@ -69,7 +69,7 @@ class Paths(msgspec.Struct, frozen=True):
 
     Attributes:
         receivers: where they end, as pairs of a layer and a head; None for the logits.
-        frozen: the sites that keep their values of the patched prompt's own run, after the sender.
+        frozen: the sites that are frozen after the sender: they keep the values of the patched prompt's own run.
     """
 
     receivers: list[tuple[int, int]] | None
@@ -84,8 +84,8 @@ class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event", omit_
         source: what replaces the activations: "run", "zeros" or "mean".
         grid: the cells of the result.
         coarse: the windows that run first, or None. With windows, only the cells of `grid` in the best windows run.
-        cells: the number of cells that will run; with `coarse`, at most.
-        paths: of `path_patching`; None for a sweep, whose patches have their effect along all paths.
+        cells: the number of cells that will run; with `coarse`, the largest possible number.
+        paths: the paths of `path_patching`; None for a sweep, whose patches act along all paths.
     """
 
     model: str
@@ -107,7 +107,7 @@ class Baselines(msgspec.Struct, frozen=True, tag="baselines", tag_field="event")
     """The log-probabilities of a pair's two prompts without a patch. Each prompt runs alone.
 
     Attributes:
-        warnings: what is probably wrong with the answer or the foil: it lacks the space before it.
+        warnings: texts that say that the answer or the foil most likely lacks the space before it.
     """
 
     pair: int

@@ -1,8 +1,9 @@
-"""Path patching: a sweep over heads, each of which has its effect along the direct path to its receivers alone.
+"""Path patching: a sweep over heads that measures only the effect of each head along the direct path to the receivers.
 
-Goldowsky-Dill et al. 2023 (arXiv:2304.05969); the algorithm is that of Wang et al. 2022 (arXiv:2211.00593). A cell is a sweep's, with more
-patches: all heads in later layers keep the values that they have in the patched prompt's own run. If the receivers are heads, this request
-records the values that they would take, and a second one, in which nothing is frozen, is patched with these at the receivers.
+Goldowsky-Dill et al. 2023 (arXiv:2304.05969); the algorithm is that of Wang et al. 2022 (arXiv:2211.00593). A cell patches a head as in a
+sweep. More patches freeze all heads in later layers: these keep the values that they have in the patched prompt's own run. If the receivers
+are heads, this request records the values that they would take. A second request, in which nothing is frozen, patches the receivers with
+these values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from midstream.sweeps.events import Cell, Event, Grid, Outline, Paths
 from midstream.sweeps.results import SweepResult
 from midstream.sweeps.sweep_run import ENGINE_GROUPS, Job, SweepRun, new_name
 
-# Of the runs of one group; the other half of the engine's room is for the runs of the prompts.
+# The limit for the runs of one group. All groups together fill half of the engine's room; the runs of the prompts have the other half.
 GROUP_BYTES = RECORD_BYTES // (2 * ENGINE_GROUPS)
 
 
@@ -37,8 +38,8 @@ def end_of(paths: Paths, num_layers: int) -> int:
 def frozen_points(paths: Paths, sender: int, num_layers: int) -> list[tuple[str, int]]:
     """The site and layer of each value that is frozen if a head of the layer `sender` is patched.
 
-    Receivers of earlier layers are frozen, too: what each of them would take is captured before its patch. So no receiver changes what
-    another one takes.
+    Receivers in these layers are frozen, too. The value that each of them would take is captured before the patch that freezes it. So no
+    receiver changes the value that another one takes.
     """
     end = end_of(paths, num_layers)
     points = [(HEADS, layer) for layer in range(sender + 1, end)]
@@ -153,7 +154,7 @@ class PathRun(SweepRun):
     async def _received(
         self, ids: list[int], group: Sequence[Job], runs: list[RecordedRun]
     ) -> list[Plan | MidstreamError]:
-        """For each job, the patches of the receivers with the values that they take along the direct paths; or why there are none.
+        """For each job, the patches that give the receivers the values that they take along the direct paths; or an error.
 
         Adds the runs that hold these values to `runs`.
         """

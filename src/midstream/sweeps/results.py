@@ -58,7 +58,7 @@ class SweepResult:
 
     Attributes:
         outline: the sweep's prompts as tokens, its grid, direction and source.
-        metric: its name, or the function.
+        metric: the metric's name, or the user's function.
         logprobs: by site, float64 `[pairs, layers, (heads,) positions, answers]`, in nats.
         clean, corrupt: the log-probabilities of the prompts without a patch, `[pairs, answers]`.
         noise: the runs of the patched prompt among the cells, as `Noise` events.
@@ -123,7 +123,7 @@ class SweepResult:
     # Grading.
 
     def _graded(self, logprobs_A: np.ndarray) -> np.ndarray:
-        """The metric before normalisation, `[...]` of `[..., answers]`."""
+        """The metric before normalisation, `[...]`, from log-probabilities `[..., answers]`."""
         if callable(self.metric):
             flat = logprobs_A.reshape(-1, logprobs_A.shape[-1])
             values = [float("nan") if np.isnan(row).any() else float(self.metric(*row.tolist())) for row in flat]
@@ -146,7 +146,7 @@ class SweepResult:
         return self._recovered(raw, pair) if recovered else raw
 
     def _each(self, recovered: bool) -> dict[str, np.ndarray]:
-        """By site, `[pairs, layers, (heads,) positions]`."""
+        """The metric by site before normalisation, or `recovered`: `[pairs, layers, (heads,) positions]`."""
         return {site: self._measured(logprobs, slice(None), recovered) for site, logprobs in self.logprobs.items()}
 
     @property
@@ -336,9 +336,9 @@ class SweepResult:
 
         Args:
             site: needed only if the sweep has several.
-            head, position: of a sweep over several heads and several positions, which one to draw. With `head`, one of its heads, the
-                positions are to the right. With `position`, the heads are; it is the label of a column, or a position of the patched
-                prompt, where negative numbers count from the end.
+            head, position: for a sweep over several heads and several positions, the one to draw. `head` is a head of the sweep; the
+                positions are then to the right. `position` is the label of a column, or a position of the patched prompt, where negative
+                numbers count from the end; the heads are then to the right.
             recovered: draw `recovered` instead of the metric.
             effects: draw `effects` instead. The label of the colours says what is drawn.
             title, path, ax: as in `midstream.plots.plot_heatmap`.
@@ -430,7 +430,7 @@ class SweepResult:
         return found[0]
 
     def _label(self, name: str) -> str:
-        """The words for what a figure's colours are."""
+        """The label of a figure's colour bar."""
         metric = _METRIC_LABELS.get(self._metric_name, self._metric_name.replace("_", " "))
         if name == "recovered":
             return "recovered (0: corrupt, 1: clean)"
@@ -530,7 +530,7 @@ class SweepDifference(SweepResult):
     Intervals are of paired differences. The baseline is 0, and the noise floors add up. `logprobs` are the first sweep's.
 
     Raises:
-        ParameterError: the sweeps have other pairs of prompts, grids or metrics.
+        ParameterError: the sweeps differ in their pairs of prompts, direction, grid or metric.
     """
 
     def __init__(self, result: SweepResult, other: SweepResult) -> None:
@@ -572,7 +572,7 @@ class SweepDifference(SweepResult):
 
 
 def _are_alike(one: Grid, two: Grid) -> bool:
-    """Whether the cells of both are at the same places. Positions without a counterpart match any."""
+    """Whether the cells of both grids are at the same places. If one grid has no positions for a column and pair, any positions match."""
     places: Any = [
         (grid.sites, grid.layers, grid.heads, [column.label for column in grid.columns]) for grid in (one, two)
     ]

@@ -68,7 +68,7 @@ from midstream.sweeps.events import (
 )
 from midstream.sweeps.results import SweepResult
 
-# Requests in a group, and groups of a sweep at a time: few, because the event loop of a server serves others, too.
+# Jobs in a group, and groups that a sweep runs at a time. Both are small, because the event loop of a server serves other clients, too.
 ENGINE_GROUP, ENGINE_GROUPS = 32, 16
 PROCESS_GROUP = 128  # jobs on a model in this process
 # The groups of all sweeps together fill at most this many of the engine's batches, since later requests wait for them.
@@ -155,7 +155,7 @@ class SweepRun:
         return Tokens(ids, texts, functools.cache(lambda: offsets_of(prompt, ids, self._model.tokenizer)))
 
     def _head_count(self, rows: Sequence[Sequence[int]]) -> int:
-        """How many heads each of these layers has; 0 if they have no site of heads. Raises ParameterError if they differ."""
+        """How many heads each of these layers has; 0 if they lack `attn_z`. Raises ParameterError in a sweep over heads if they differ."""
         facts, layers = self._model.facts, set(itertools.chain.from_iterable(rows))
         each = {at: facts.widths[at] // size for at, size in facts.head_dims.items() if at[0] == "attn_z"}
         counts = sorted({count for (_, layer), count in each.items() if layer in layers})
@@ -254,7 +254,7 @@ class SweepRun:
 
     @contextlib.asynccontextmanager
     async def _deleted(self, recording: Any, runs: list[RecordedRun]) -> AsyncIterator[Any]:
-        """The result of `recording`, a coroutine that adds the runs that it records to `runs`. They are deleted after the block."""
+        """A block with the result of `recording`, a coroutine that adds each run that it records to `runs`. Deletes the runs at its end."""
         if not self._model.has_engine:
             try:
                 yield await recording
@@ -453,7 +453,7 @@ class SweepRun:
 
 
 def _warn(event: Event) -> None:
-    """Give the user the warnings of an event. A server sends its client the event alone."""
+    """Give the user the warnings of an event. A server does not call this: it sends the event, and its client warns."""
     for text in event.warnings if isinstance(event, Baselines) else ():
         warnings.warn(text, stacklevel=2)
 
@@ -556,7 +556,7 @@ class SweepTurns:
         self._waiting: dict[object, deque[tuple[asyncio.Future[None], int]]] = {}
 
     def jobs(self, tokens: int) -> int:
-        """The number of jobs of so many tokens in a group: at most one step of the engine, so that turns stay short."""
+        """How many jobs of `tokens` tokens form a group: no more than fit into one step of the engine, so that turns stay short."""
         return max(1, min(ENGINE_GROUP, self._batch // tokens))
 
     @contextlib.asynccontextmanager
@@ -608,7 +608,7 @@ class SweepStream:
     On an async engine use `async for`, or await the result. Leaving the loop, or `close()`, ends the sweep.
 
     Args:
-        finish: runs a coroutine to its end; None on an async engine, whose user awaits it.
+        finish: runs a coroutine to its end; None on an async engine, where the user awaits the sweep.
 
     Attributes:
         result: the cells that have come so far.

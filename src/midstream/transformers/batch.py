@@ -1,6 +1,6 @@
 """One batch of requests on a transformers model: its steps, and the traces and plans that run on it.
 
-Plans run in the hooks and tables that an engine on a CPU has. Tests compare the engine's kernels with them.
+Plans run in the same hooks and tables as on a CPU engine. Tests compare the kernels of GPU engines with these tables.
 
 Shape suffixes: B requests, S positions of the padded batch, V the vocabulary, t the tokens of one request in this step, H the site's width.
 """
@@ -48,11 +48,11 @@ _SAMPLING = set(
     "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()
 )
 _FOR_GENERATE = ("min_p", "output_hidden_states", "output_attentions")
-_CONTEXT = 6  # tokens of the prompt to decode generated tokens with: a token's text may depend on those before it
+_CONTEXT = 6  # how many of the prompt's last tokens are decoded with the generated ones: a token's text may depend on earlier tokens
 
 
 class _Output(torch.Tensor):
-    """An output is the tensor of its token ids, as transformers' `generate` returns it, with attributes. Its parts are plain tensors."""
+    """An output is the tensor of its token ids, as transformers' `generate` returns it, with attributes. Slices of it are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     saves: dict[str, Any]
@@ -94,7 +94,8 @@ class Generated(_Output):
         request_id: the request's id in a directory of captures.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
         text: the generated tokens as text, without special tokens, up to the first of the strings in `stop`.
-        finish_reason: "stop" at such a string or an end-of-text token, and if the trace or a probe ended the request; else "length".
+        finish_reason: "stop" if a string in `stop`, a token in `stop_token_ids`, an end-of-text token, the trace or a probe ended the
+            request; else "length".
         stop_reason: the string, the token if it is one of `stop_token_ids`, "trace:stop" for a trace, or "probe:NAME" for a probe; None
             otherwise.
         saves: the trace's saved values, by name.
@@ -159,11 +160,11 @@ class BatchRequest:
 
     Attributes:
         prompt: token ids.
-        running: its plan, while it runs.
+        running: its plan in the tables of the batch; None without a plan.
         generated: the tokens generated so far.
         finish_reason, stop_reason: None while it runs.
         graded: the log-probabilities of its answers.
-        missing: as of `InvokeResult`.
+        missing: as in `InvokeResult`.
         rows: its rows of the current step.
         output: set when the batch has ended.
     """
@@ -192,7 +193,7 @@ class BatchInvoke:
     """One invoke of a batch.
 
     Attributes:
-        requests: its prompts; those of the whole batch, if the invoke has none.
+        requests: one for each of its prompts; all requests of the batch, if the invoke has no prompt.
         is_batch: whether its values have a batch axis.
         result: set when the batch has ended.
     """
@@ -404,7 +405,7 @@ class PaddedBatch:
             if "position_ids" in accepted:
                 kwargs["position_ids"] = (mask_BS.cumsum(-1) - 1).clamp(min=0)
         if not self.bodies and "logits_to_keep" in accepted:
-            kwargs["logits_to_keep"] = 1  # nothing reads the others
+            kwargs["logits_to_keep"] = 1  # nothing reads the logits of other tokens
         kwargs |= {name: self.params[name] for name in FORWARD_ARGUMENTS if name in self.params}
         output = self.module(input_ids=ids_BS, **kwargs)
         names = ("logits", "hidden_states", "attentions")
@@ -439,7 +440,7 @@ class PaddedBatch:
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
     def _penalized(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Lower the logits of each request's own tokens, as `repetition_penalty` says. Traces see them as they are before, as on vLLM."""
+        """Lower the logits of each request's own tokens, as `repetition_penalty` says. As on vLLM, traces see the logits before this."""
         penalty = self.params.get("repetition_penalty")
         if penalty is None or penalty == 1.0:
             return logits_BV
@@ -495,7 +496,7 @@ class PaddedBatch:
 
 
 def _taken(rows: BatchRows, name: str, value: Any) -> Any:
-    """An invoke's part of what the model returned."""
+    """An invoke's part of `value`, which the model returned under `name` for the whole batch."""
     if isinstance(value, tuple):
         return tuple(_taken(rows, name, each) for each in value)
     if name != "attentions":
@@ -505,8 +506,8 @@ def _taken(rows: BatchRows, name: str, value: Any) -> Any:
 
 @contextlib.contextmanager
 def _parameters_as_before(module: Any, records: bool) -> Iterator[None]:
-    """Leave no new gradients on the model's parameters, unless it is trained: it is in training mode, only some of its parameters require
-    gradients, or a parameter had a gradient before.
+    """Leave no new gradients on the model's parameters, unless the model is being trained: it is in training mode, only some of
+    its parameters require gradients, or a parameter had a gradient before.
     """
     parameters = list(module.parameters()) if records else []
     is_trained = module.training or len({each.requires_grad for each in parameters}) > 1
@@ -566,7 +567,7 @@ class RunningPlan:
         self.not_finite: NotFinite | None = None
 
     def load(self, tables: TorchTables) -> frozenset[Point]:
-        """Load the plan into the tables of the batch. Returns the points at which it acts. Raises PlanError as they do."""
+        """Load the plan into the tables of the batch. Returns the points at which it acts. Raises PlanError as `TorchTables.load` does."""
         self._numbers = tables.load(self._compiled).ids
         return frozenset[Point]().union(*(profile.points for profile in self._compiled.profiles))
 
@@ -574,8 +575,8 @@ class RunningPlan:
         """The next forward computes `count` positions from `first` on.
 
         Returns:
-            int32 `[count]`, each position's profile in the tables; and twice int64 `[count]`, the address to write its captured row to, and
-            its scores; 0 for none.
+            For each position: int32 `[count]`, its profile's number in the tables; int64 `[count]`, the address to write its captured row
+            to; and int64 `[count]`, the address to write its scores to. 0 stands for no address.
         """
         compiled, length = self._compiled, len(self._compiled.prompt)
         positions = np.arange(first, first + count)
@@ -609,7 +610,7 @@ class RunningPlan:
         return Scores(self._plan.plan.probes, self._chunks)
 
     def end(self, generated: int) -> None:
-        """The request has ended with so many tokens."""
+        """The request has ended, with `generated` generated tokens."""
         self._capture.end(self._stop(generated))
 
     def _stop(self, generated: int) -> int:
@@ -624,12 +625,12 @@ class RunningPlan:
         return self._capture.result(self._stop(generated))
 
     def discard(self) -> None:
-        """Drop the captured rows. Called when no one asks for the result."""
+        """Drop the captured rows, unless `result` has returned them."""
         self._capture.discard()
 
 
 class BatchPlans:
-    """The plans of a batch. Inside the context their hooks are on the model, ahead of those of traces that begin later.
+    """The plans of a batch. In the block of a with-statement, their hooks are on the model, ahead of the hooks of traces that begin later.
 
     Args:
         requests: all of the batch, with their plans in `running`.
@@ -641,7 +642,7 @@ class BatchPlans:
         self._hooks = PointHooks(model, arch, (), self._tables, model.dtype)
         self._model, self._arch = model, arch
         self._length = 0  # of the running step
-        self._is_running = False  # whether a step is
+        self._is_running = False  # whether a step is running
 
     def _attention(self, layer: int) -> Heads:
         """The child of a layer's attention that its queries, keys and values pass through."""

@@ -52,18 +52,18 @@ def _device(device: Any, device_map: Any) -> Any:
 _SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map for several devices
 
 
-# Arguments of transformers' attention functions -> the parts of a model that they have.
+# Argument of transformers' attention functions -> the part of a model that it stands for.
 _PARTS = {
     "softcap": "the soft caps of attention scores",
     "s_aux": "the sinks of attention",
     "position_bias": "the position biases of attention",
 }
 
-BATCH_TOKENS = 2048  # of prompts with plans that run together, and of what they generate
+BATCH_TOKENS = 2048  # the most tokens in a batch of several prompts with plans: the prompts, and `max_tokens` each
 
 
 def batch_size(tokens: int, max_tokens: int) -> int:
-    """How many prompts of so many tokens run together."""
+    """How many prompts of `tokens` tokens each run together."""
     return max(BATCH_TOKENS // (tokens + max_tokens), 1)
 
 
@@ -77,7 +77,7 @@ def _loaded(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _tokenizer(name: str, arguments: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
-    """The tokenizer of that name, from where the model with these arguments is from."""
+    """The tokenizer `name`, loaded with `more` and with the model's revision, access token, cache directory and trust in remote code."""
     from transformers import AutoTokenizer
 
     if not name:
@@ -294,7 +294,7 @@ class LanguageModel(TraceModel):
         return results
 
     def _on_copies(self, invokes: list[Invoke]) -> list[Invoke]:
-        """The invokes with functions that use copies of the caller's variables, as on an engine. Blocks use the variables themselves."""
+        """The invokes. Functions get copies of the caller's variables, as on an engine; with-blocks use the variables themselves."""
         functions = [each.program for each in invokes if isinstance(each.program, FunctionProgram)]
         if not functions:
             return invokes
@@ -305,7 +305,7 @@ class LanguageModel(TraceModel):
         ]
 
     def _keeps(self) -> Callable[[Any], bool]:
-        """Whether an object is a model, or part of this one, of which there are no copies."""
+        """A function that says which objects are not copied: models, and the parts of this model."""
         own: set[int] = set()
 
         def keeps(value: Any) -> bool:
@@ -322,7 +322,7 @@ class LanguageModel(TraceModel):
         return keeps
 
     def _batches(self, invokes: Sequence[BatchInvoke]) -> Iterator[list[BatchInvoke]]:
-        """The batches of invokes with plans: greedy ones of equal length and parameters together, so that none is padded; others alone."""
+        """The batches of invokes with plans. Greedy ones of equal length and parameters share batches without padding; others run alone."""
         alike: dict[Any, list[BatchInvoke]] = {}
         for each in invokes:
             params = each.invoke.params
@@ -380,7 +380,7 @@ class LanguageModel(TraceModel):
                     request.running.end(len(request.generated))
 
     def _result(self, each: BatchInvoke) -> InvokeResult:
-        """The result with captures on its outputs, once the sinks have taken theirs, or with an error."""
+        """The result, with captures on its outputs or with an error. Waits until the sinks have taken their rows."""
         result = each.result
         for request in each.requests if each.invoke.prompt is not None else ():
             if request.running is None:

@@ -1,7 +1,7 @@
 """A running vLLM engine: its workers, the vectors, runs and weights in them, and the channel for their results.
 
-A `vllm.LLM` has no event loop. `Stepper` runs the coroutines of its requests, and makes a step when all of them wait, when the engine has
-sent outputs, and after some time.
+A `vllm.LLM` has no event loop. `Stepper` runs the coroutines of its requests. It makes a step of the engine when all coroutines wait, when
+the engine has sent outputs, and when the last step ended more than `_PATIENCE` seconds ago.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class EngineRequest:
         params: its SamplingParams, which carry the plan and the trace.
         trace: its trace, if the engine runs the trace's code.
         rows: receives captured rows.
-        ending: makes the outcome of its trace, if the trace's code runs nowhere.
+        ending: makes the outcome of its trace, if the engine does not run the trace's code.
         weights: the weights that its trace and plan need in the workers, by digest.
-        adapter: its LoRARequest. A server's plain requests have theirs apart from this.
+        adapter: its LoRARequest. None for the requests of `VLLM.planned`: vLLM's server passes their adapters to the engine.
     """
 
     prompt: dict[str, Any]
@@ -73,7 +73,7 @@ class EngineConnection:
 
     Args:
         engine: a `vllm.LLM`, or an `AsyncLLM` if `is_async`.
-        sinks: closed with the engine.
+        sinks: take captured rows. They are closed with the engine.
         is_ours: whether `close` also ends the engine.
 
     Attributes:
@@ -100,7 +100,7 @@ class EngineConnection:
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self.receiver: Receiver | None = Receiver(launch.address_for_workers(self.config))
         ours = engine if is_ours else None
-        # At the latest when Python ends.
+        # Called by `close`, or when this object is collected, or at the latest when Python ends.
         self._end = weakref.finalize(self, _end, ours, self._stepper, self.receiver, sinks)
         self._description: dict[str, Any] | None = None
         self._senders: list[str] = []
@@ -112,7 +112,8 @@ class EngineConnection:
         )
         self.adapters = LoadedAdapters(self._load_adapter if is_ours else None)
         self._sending = asyncio.Lock()
-        # Probes of every request whose scores are for the engine's operator, and a function that takes these and who has ended a sample.
+        # Probes that run in every request for the engine's operator; and the function that takes their new scores, and the name of the
+        # probe that has ended a sample.
         self.watched: Sequence[Probe] = ()
         self.note_scores: Callable[[Sequence[ScoreChunk], str | None], object] = lambda scores, ended_by: None
         self.sweep_turns = SweepTurns(self.config.scheduler_config.max_num_batched_tokens)
@@ -149,7 +150,9 @@ class EngineConnection:
         return self._engine is not None and not self.has_died
 
     def note_failure(self, error: BaseException) -> None:
-        """Note that an error means a dead engine, and add the log's path to the error; or that the user has interrupted the engine."""
+        """Note an error. An EngineClosedError means that the engine is dead; the log's path is added to it. A KeyboardInterrupt means that
+        the user has interrupted the engine: `close` will kill its processes at once.
+        """
         if isinstance(error, KeyboardInterrupt):
             launch.end_quickly(self._engine)
         if isinstance(error, EngineClosedError):
@@ -237,7 +240,7 @@ class EngineConnection:
     async def drop(self, requests: Sequence[EngineRequest]) -> None:
         """Have the workers forget the traces of requests that did not end normally.
 
-        On a `vllm.LLM` the next call does this: such a trace may still block a worker, and the user has interrupted this call.
+        On a `vllm.LLM` the workers are told by the next call: the user has interrupted this one, and a trace may still block a worker.
         """
         traces = sorted({request.trace.trace for request in requests if request.trace is not None})
         if not traces or not self.is_open:
@@ -257,7 +260,8 @@ class EngineConnection:
     async def ready(
         self, requests: Sequence[EngineRequest]
     ) -> AsyncIterator[list[tuple[Mailbox | None, Mailbox | None]]]:
-        """A block in which requests may run: the workers have the vectors, weights and adapters that they need, and keep their runs.
+        """A block in which `requests` may run: the workers have the vectors, weights and adapters that the requests need, and keep the
+        recorded runs that their plans read.
 
         Yields for each request a mailbox for its trace's results and one for its captured rows. Each is None if no message will come. At
         the end of the block, rows that were not read are dropped.
@@ -279,9 +283,9 @@ class EngineConnection:
             yield [self._mailboxes(request, stack) for request in requests]
 
     async def _as_strangers(self, requests: Sequence[EngineRequest]) -> None:
-        """Mark requests of a server's clients as theirs, and make what the scheduler has to know of their plans.
+        """Mark requests as those of a server's clients, and make the `ScheduledPlan` of each plan on a thread.
 
-        On admission it would be made on the event loop, which serves all clients.
+        Otherwise admission would make it on the event loop, which serves all clients.
         """
         payloads = dict[tuple[bytes, int], PlanRequest]()
         for request in requests:
@@ -357,7 +361,7 @@ class _Submission:
 
 
 class Stepper:
-    """Runs coroutines for callers without an event loop, on the caller's thread, and their requests on a `vllm.LLM`."""
+    """Runs coroutines on the thread of a caller that has no event loop, and the requests of these coroutines on a `vllm.LLM`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -449,7 +453,7 @@ class _Selector(selectors.DefaultSelector):
     """A selector that may make a step whenever the event loop asks it for events.
 
     Args:
-        step: called with whether the loop asks it to wait, as it does when all coroutines wait. Returns whether it made a step.
+        step: returns whether it made a step. Its argument is True if the loop asks the selector to wait, because all coroutines wait.
     """
 
     def __init__(self, step: Callable[[bool], bool]) -> None:
@@ -468,8 +472,8 @@ def _few_collections() -> Iterator[None]:
     """A block in which Python collects garbage only after `_YOUNG_OBJECTS` new objects.
 
     A running request has about a hundred objects. With Python's threshold of 700, they survive two collections, and then count as old.
-    Each time the old objects have become a quarter more, Python searches all objects of the process. That takes half a second if PyTorch
-    and vLLM are imported.
+    Each time the number of old objects has grown by a quarter, Python searches all objects of the process. The search takes half a second
+    if PyTorch and vLLM are imported.
     """
     before = gc.get_threshold()
     if 0 < before[0] < _YOUNG_OBJECTS:

@@ -52,7 +52,7 @@ class RowReceiver:
         plan: the request's plan.
         samples: vLLM's `n`.
         senders: how many workers send rows of a sample. Each sends the rows of its layers.
-        collected: for a request of `model.collect`.
+        collected: the index entry of a request of `model.collect`; None for other requests.
         trace_ending: makes the outcome of the request's trace from the captured rows, if the trace's code does not run on the engine. The
             rows do not go to the output then.
 
@@ -97,7 +97,7 @@ class RowReceiver:
         return all(sample.finals >= self._senders for sample in self._samples)
 
     def has_progressed(self) -> bool:
-        """Whether it has worked since the last call, or works now. A sink or a trace's code may take long."""
+        """Whether the receiver has done work since the last call, or is doing some now. A sink may take long."""
         seen, self._seen = self._seen, self._taken
         return seen != self._taken or self._is_taking
 
@@ -178,7 +178,7 @@ class RowReceiver:
         return captured[0] if len(captured) == 1 else captured
 
     def outcome(self, generated: int) -> Outcome:
-        """The outcome of the trace of a request with one sample. The first call runs its code. Raises as `result` does."""
+        """The trace's outcome, for a request with one sample. The first call makes it from the rows. Raises as `result` does."""
         if self._outcome is None:
             with self._taking():
                 found = self.result([generated])

@@ -196,7 +196,7 @@ class RunningRequest:
 
     @contextlib.asynccontextmanager
     async def followed(self, stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
-        """A block that iterates over vLLM's stream, while captured rows are taken. Closes the stream."""
+        """A block in which the caller iterates over vLLM's stream while captured rows are received. Closes the stream at its end."""
         async with contextlib.aclosing(stream):
             if self._request.rows is None or self._row_box is None:
                 yield
@@ -245,7 +245,7 @@ class RunningRequest:
         return each[0] if self._samples == 1 else each
 
     def _note_scores(self, output: Any) -> None:
-        """Hand on the new scores of probes that are watched for all requests, and whether one has ended a sample."""
+        """Hand the new scores of the operator's probes to `note_scores`, with the name of the probe that has ended a sample, if any."""
         for sample in output.outputs:
             chunks, first = chunks_of(sample), self._noted[sample.index]
             self._noted[sample.index] = len(chunks)
@@ -263,7 +263,10 @@ class RunningRequest:
             self._request.rows.stop = len(self._request.prompt["prompt_token_ids"]) + self._generated[0] - 1
 
     def _row_counts(self) -> list[int]:
-        """The number of tokens of each sample. One that a probe has ended counts as if a token came behind the one at which it ended."""
+        """How many tokens of each sample count for the end of its rows. The last counted token has no row.
+
+        In a sample that a probe has ended, the last counted token is the one after the last token that the probe scored.
+        """
         if not self._probes:
             return self._generated
         before = len(self._request.prompt["prompt_token_ids"]) - 1  # the last token has no row
@@ -340,7 +343,7 @@ class _StageSaves:
         return [each for stages in self._received.values() for each in stages.values()]
 
     def _at_one_step(self) -> list[_StageMessage]:
-        """The messages of the last step for which all stages have sent one, for each sample that has such a step."""
+        """For each sample, the messages of the last step that all stages have reported. Leaves out samples without such a step."""
         found = []
         for stages in self._received.values():
             if len(stages) == self._stages:
@@ -361,7 +364,10 @@ class _StageSaves:
 
 
 def graded(output: Any, answers: Answers) -> tuple[dict[str | int, float] | None, Sequence[MissingSpace]]:
-    """As `Answers.graded`; None in place of the log-probabilities if the output has no first token."""
+    """The log-probability of each answer, and the answers that most likely lack the space before them (`Answers.graded`).
+
+    None in place of the log-probabilities if the output has no first token.
+    """
     if not answers:
         return {}, ()
     if not (logprobs := output.outputs[0].logprobs):
@@ -370,7 +376,7 @@ def graded(output: Any, answers: Answers) -> tuple[dict[str | int, float] | None
 
 
 def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int]) -> None:
-    """Put the captures of an ended request on its output, or the error on its result. All its rows have come.
+    """Put the captures of an ended request on its output, or the error on its result. Call it when all its rows have come.
 
     Args:
         counts: the number of tokens of each sample.

@@ -33,13 +33,13 @@ from midstream.vllm.stream import EngineStream
 
 
 class _Work(NamedTuple):
-    """What a call's requests do besides generating. Lists have an entry for each request.
+    """The traces and plans of a call's requests. Each list has an entry for each request.
 
     Attributes:
         tier: where the code of their traces runs.
         plans: None for requests without one.
-        weights: the numbers of each plan that the workers hold, by digest.
-        endings: make the outcomes of traces whose code runs nowhere.
+        weights: the large constants of each plan that does a trace's work, by digest. The workers hold them apart from the plan.
+        endings: make the outcomes of traces whose code the engine does not run.
     """
 
     tier: Tier
@@ -69,7 +69,7 @@ class VLLM(DescribedModel):
             layer has a `ffn`. midstream looks for the sites at the modules that you give a standard name (`layers`, `attn`, `mlp`,
             `router`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`). A list gives several names.
         graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
-            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites there.
+            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all possible sites built in.
         graph_bytes: the limit in bytes, on each worker, for CUDA graphs in which plans act. They are recorded when they are needed;
             until then, the steps that need them are slower.
         record_bytes: the limit in bytes, on each worker, for recorded runs.
@@ -78,7 +78,7 @@ class VLLM(DescribedModel):
         trace_share: for traces whose code runs in the forward (see `explain`). They make their steps slow, so they get separate steps.
             While other requests run, they get at most this share of the engine's time, above 0. With 1, all requests share all steps.
         progress: the default of `progress` for the model's calls, such as `generate`.
-        tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
+        tokenizer_kwargs: arguments of `from_pretrained` for `model.tokenizer`, which turns prompts into token ids.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name for `dtype`.
 
     Raises:
@@ -131,7 +131,7 @@ class VLLM(DescribedModel):
 
     @classmethod
     def attached(cls, engine: Any) -> Self:
-        """The model of a running `AsyncLLM` with midstream in it. The caller closes the engine."""
+        """A `VLLM` on a running `AsyncLLM` that has midstream's plugin. The caller closes the engine."""
         model = cls.__new__(cls)
         model._tokenizer_kwargs = {}
         model._use(engine, launch.config_of(engine).model_config.model, "async", is_ours=False)
@@ -214,7 +214,7 @@ class VLLM(DescribedModel):
         launch.check_adapter(self.vllm_config, adapter)
 
     def name_of_adapter(self, adapter: Any) -> str:
-        """The name and the place of an adapter, for the records of what was run with it."""
+        """The name and path of an adapter, as collections and sweeps record it."""
         return f"{adapter.lora_name} ({adapter.lora_path})"
 
     @property
@@ -253,7 +253,7 @@ class VLLM(DescribedModel):
         together: bool,
         lowering: Lowering | None,
     ) -> EngineStream:
-        """The outputs of a server's requests. Arguments and errors as of `_requests`."""
+        """The outputs of a server's requests. Arguments and errors are those of `_requests`."""
         requests = self._requests(self._with_plan(list(invokes)), prompts, code, together, lowering)
         return EngineStream(self._connection, lambda: requests)
 
@@ -321,9 +321,10 @@ class VLLM(DescribedModel):
         return requests
 
     def _with_held_constants(self, invokes: Sequence[Invoke]) -> tuple[list[Invoke], list[dict[str, Weight]]]:
-        """The invokes without the large constants of their plans' programs, which the workers hold; and these, by digest.
+        """Take the large constants of programs out of the invokes' plans, since the workers hold them.
 
-        Raises PlanError if those of one plan exceed `weight_bytes`.
+        Returns the invokes, and the constants of each invoke's plan by digest. Raises PlanError if the constants of one plan exceed
+        `weight_bytes`.
         """
         found, weights = list[Invoke](), list[dict[str, Weight]]()
         for invoke in invokes:
@@ -339,10 +340,10 @@ class VLLM(DescribedModel):
     def _lowered(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], lowering: Lowering, in_the_engine: bool
     ) -> _Work | None:
-        """The call with plans that do the work of its traces. None if the traces have to run in the forward.
+        """The plans that do the work of a call's traces. None if the traces have to run in the forward.
 
         Args:
-            in_the_engine: whether the engine has to run code that is not part of a plan.
+            in_the_engine: whether the engine has to run code of `Tier.CLIENT`: see `Lowering.in_the_engine`.
         """
         own = [invoke.plan or Plan() for invoke in invokes]
         if lowering.tier is Tier.FORWARD or (any(own) and not lowering.stands_beside(own, self.num_layers)):
@@ -386,7 +387,7 @@ class VLLM(DescribedModel):
         return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, trace_ending)
 
     def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:
-        """A request of a server. vLLM's server has made its prompt, with token ids, and its SamplingParams. They are not changed.
+        """A request of a server. vLLM's server has made `prompt`, with token ids, and the SamplingParams `params`; both stay unchanged.
 
         Raises PlanError for a plan that cannot be carried out on this model or prompt.
         """
@@ -428,7 +429,7 @@ def _params(
     rows: RowReceiver | None,
     shared: dict[Any, Any],
 ) -> Any:
-    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has the present objects."""
+    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has the objects made so far."""
     if trace is not None:
         return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke, trace.is_behind)
     same = (id(invoke.params), id(invoke.answers))
