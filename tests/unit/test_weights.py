@@ -9,6 +9,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -385,6 +386,41 @@ def in_this_process() -> list[Callable[[Any], Any]]:
     code = ship([[FunctionProgram(everything)]], elsewhere=True)
     programs = [unship(code.programs, id)[0][0], *copies([FunctionProgram(everything)], lambda _: False)]
     return [program.fn for program in programs if isinstance(program, FunctionProgram)]
+
+
+def test_attributes_and_gradients_of_tensors_are_sent() -> None:
+    """Seen failing: `getattr(vector, "scale", 1.0)` was 1.0 in a trace."""
+    vector, matrix = random_bits(8), nn.Parameter(random_bits(LARGE))
+    vars(vector).update(scale=3.0)
+    vars(matrix).update(layer=[5], vector=vector)
+    vector.grad = torch.ones(8)
+    one, other = loaded(shipped([vector, matrix]))
+    assert (one.scale, other.layer) == (3.0, [5]) and other.vector is one and torch.equal(one.grad, vector.grad)
+
+
+def test_views_of_a_dict_show_its_later_changes() -> None:
+    """Seen failing: they were copies of what the dict had."""
+    given = {"a": 1.0}
+    found, views = loaded(shipped([given, [given.keys(), given.values(), given.items(), MappingProxyType(given)]]))
+    found["b"] = 2.0
+    assert [list(view) for view in views] == [["a", "b"], [1.0, 2.0], [("a", 1.0), ("b", 2.0)], ["a", "b"]]
+
+
+SCALE = 4.0
+
+
+def test_globals_that_code_looks_up_by_name_are_sent() -> None:
+    """Seen failing: `globals().get("SCALE", 1.0)` was 1.0 in a trace."""
+
+    def body(model: Any) -> Any:
+        def inner() -> Any:
+            return globals()["SCALE"]
+
+        return globals().get("SCALE", 1.0), "SCALE" in globals(), "nothing" in globals(), inner()
+
+    code = ship([[FunctionProgram(body)]], elsewhere=True)
+    program = unship(code.programs, id)[0][0]
+    assert isinstance(program, FunctionProgram) and program.fn(None) == (4.0, True, False, 4.0)
 
 
 def test_functions_with_caches_and_of_several_types_are_sent() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import inspect
 import io
 import operator
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -63,7 +64,8 @@ class CodePickler(cloudpickle.Pickler):
         kind = type(obj)  # isinstance might run the object's own code
         if self._weights.takes(obj):
             self._weights.take(obj)
-            return itself, (OUT_OF_BAND,)
+            own = _attributes(obj) if issubclass(kind, torch.Tensor) else {}
+            return itself, (OUT_OF_BAND,), own or None, None, None, _set_attributes
         if issubclass(kind, torch.Tensor) and (there := movable(obj)) is not obj:
             return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if issubclass(kind, _LruCache) and not _is_imported(obj):
@@ -72,10 +74,12 @@ class CodePickler(cloudpickle.Pickler):
             return _make_singledispatch, (obj.__wrapped__, [*obj.registry.items()])  # type: ignore[attr-defined]
         if kind is functools.cached_property:  # it has a lock in Python 3.11
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+        if (view_of := _VIEWS.get(kind)) is not None:  # cloudpickle would copy what the dict has now
+            return view_of, tuple(gc.get_referents(obj))
         if kind.__module__ == "torch._ops" and (found := _operation(obj)) is not None:
             return found
         if kind is FunctionType:
-            _note_class_bodies(obj.__code__)
+            _note_globals(obj.__code__)
         reduced = super().reducer_override(obj)
         if issubclass(kind, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # a class that goes by value
             maker, args, state, *_, fill = reduced
@@ -84,6 +88,17 @@ class CodePickler(cloudpickle.Pickler):
                 args = (*args[:3], {**args[3], "__slots__": obj.__slots__}, *args[4:])
             return _make_class, (maker, args), (args[-2], fill, state), None, None, _fill_class
         return reduced
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the caller has given to a tensor, and its gradient if it has one."""
+    own = dict(object.__getattribute__(tensor, "__dict__"))
+    return {**own, "grad": tensor.grad} if tensor.is_leaf and tensor.grad is not None else own
+
+
+def _set_attributes(tensor: torch.Tensor, own: dict[str, Any]) -> None:
+    for name, value in own.items():
+        setattr(tensor, name, value)
 
 
 def _operation(obj: Any) -> Any:
@@ -99,16 +114,26 @@ def _operation(obj: Any) -> Any:
 
 
 _LruCache = type(functools.lru_cache(_reference))
+_VIEWS = {
+    type({}.keys()): dict.keys,
+    type({}.values()): dict.values,
+    type({}.items()): dict.items,
+    MappingProxyType: MappingProxyType,
+}
 _DISPATCHER = functools.singledispatch(_reference).__code__  # type: ignore[attr-defined]
 _SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's id of a class -> this process's own class
 
 
-def _note_class_bodies(code: CodeType) -> dict[str, Any]:
-    """Make cloudpickle send the globals that only a class body in the code uses. It looks for globals in functions alone."""
+def _note_globals(code: CodeType) -> dict[str, Any]:
+    """Make cloudpickle send globals that it does not look for: those of class bodies in the code, and names that the code may look up in
+    `globals()`.
+    """
     names: dict[str, Any] = _extract_code_globals(code)  # cloudpickle's cached dict for this code
+    if "globals" in code.co_names:
+        names.update(dict.fromkeys(const for const in code.co_consts if type(const) is str))
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            names.update(_note_class_bodies(const))
+            names.update(_note_globals(const))
             if not const.co_flags & inspect.CO_OPTIMIZED:  # a class body
                 names.update(dict.fromkeys(const.co_names))
     return names
