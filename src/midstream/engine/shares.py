@@ -75,7 +75,7 @@ class StepShares:
             room = step.room(each)
             if not step.may_begin(each):  # no later request may begin a plan either: it would take this one's time
                 hidden.add(each.name)
-                step.closed = True
+                step.close()
             elif cut is None and (each.tokens <= room or (not each.may_be_cut and step.is_empty)):
                 step.take(each)
             elif cut is None and each.may_be_cut and room > 0 and not (self._has_cut and others):
@@ -103,12 +103,11 @@ class _Step:
 
     Attributes:
         begun: the seconds that plans take to begin in this step.
-        closed: whether no further plan may begin.
     """
 
     def __init__(self, loaded: dict[Hashable, None], begun_before: float) -> None:
         self._left, self._loaded = STEP_SECONDS, loaded
-        self._begun_before, self.begun, self.closed = begun_before, 0.0, False
+        self._begun_before, self.begun, self._is_closed = begun_before, 0.0, False
         self._free: dict[Hashable, int] = {}  # plan -> how many further rows cost nothing in the step
 
     @property
@@ -121,7 +120,11 @@ class _Step:
 
     def may_begin(self, request: Costly) -> bool:
         begin, before = self._begin(request), self._begun_before + self.begun
-        return not begin or (not self.closed and (not before or before + begin <= STEP_SECONDS))
+        return not begin or (not self._is_closed and (not before or before + begin <= STEP_SECONDS))
+
+    def close(self) -> None:
+        """From now on no plan may begin."""
+        self._is_closed = True
 
     def begin(self, request: Costly) -> None:
         """Count the time that the request's plan takes to begin."""
