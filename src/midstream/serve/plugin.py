@@ -67,9 +67,8 @@ MAX_RUNS = 1024
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
-_SWITCH_SECONDS = (
-    1e-3  # how long a thread that reads plans may keep Python's lock from the event loop; Python's default is 5 ms
-)
+# How long a thread that reads plans may keep Python's lock from the event loop; Python's default is 5 ms.
+_SWITCH_SECONDS = 1e-3
 _NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
 router = new_router()
 

@@ -206,7 +206,7 @@ class Server:
         with _refusing():
             given = _loaded(f"{NAME}.plan", content.get("plan"))
             plan = Plan() if given is None else self.read_plan(given, may_be_final)
-            packed(without_destinations(plan))  # cached, so that the event loop need not pack the plan
+            packed(without_destinations(plan.held[0]))  # both are cached, so that the event loop need not make them
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:
