@@ -7,6 +7,7 @@ import asyncio
 import enum
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -398,9 +399,10 @@ def test_attributes_and_gradients_of_tensors_are_sent() -> None:
     assert (one.scale, other.layer) == (3.0, [5]) and other.vector is one and torch.equal(one.grad, vector.grad)
 
 
-def test_views_of_a_dict_show_its_later_changes() -> None:
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_views_of_a_dict_show_its_later_changes(kind: type) -> None:
     """Seen failing: they were copies of what the dict had."""
-    given = {"a": 1.0}
+    given = kind(a=1.0)
     found, views = loaded(shipped([given, [given.keys(), given.values(), given.items(), MappingProxyType(given)]]))
     found["b"] = 2.0
     assert [list(view) for view in views] == [["a", "b"], [1.0, 2.0], [("a", 1.0), ("b", 2.0)], ["a", "b"]]

@@ -16,6 +16,7 @@ import operator
 import pickle
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -114,12 +115,13 @@ def _operation(obj: Any) -> Any:
 
 
 _LruCache = type(functools.lru_cache(_reference))
-_VIEWS = {
-    type({}.keys()): dict.keys,
-    type({}.values()): dict.values,
-    type({}.items()): dict.items,
-    MappingProxyType: MappingProxyType,
+# The types of views of a dict -> functions that make one.
+_VIEWS: dict[type, Callable[..., Any]] = {
+    type(getattr(kind(), name)()): getattr(kind, name)
+    for kind in (dict, OrderedDict)
+    for name in ("keys", "values", "items")
 }
+_VIEWS[MappingProxyType] = MappingProxyType
 _DISPATCHER = functools.singledispatch(_reference).__code__  # type: ignore[attr-defined]
 _SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's id of a class -> this process's own class
 
