@@ -169,7 +169,9 @@ def test_the_event_of_the_baselines_warns_of_an_answer_without_its_space(server:
         Remote(server.url, api_key=KEY).sweep(**{**ASKED, "answer": "Paris"}, layers=[2], positions=[3])
     for route in ("sweeps", "path_patching"):
         found = dict(events_of(server, {**ASKED, "answer": "Paris", "layers": [2]}, most=2, route=route))
-        assert found["baselines"]["warnings"] == [str(each.message) for each in caught]
+        # Garbage of an earlier test, as a client's open connection, warns in this block too.
+        told = [str(each.message) for each in caught if each.category is UserWarning]
+        assert found["baselines"]["warnings"] == told
     assert dict(events_of(server, {**ASKED, "layers": [2]}, most=2))["baselines"]["warnings"] == []
     assert let_go(server)
 

@@ -315,7 +315,7 @@ def test_edges_of_an_answer_that_lacks_its_space_are_warned_of(hf):
         UserWarning, match=r"foil is 'Rome'\. After the corrupt prompt of pair 1 the token ' Rome' is more than"
     ) as caught:
         hf.edge_attribution([CLEAN] * 2, [CORRUPT] * 2, " Paris", [" Rome", "Rome"])
-    assert len(caught) == 1
+    assert len([each for each in caught if each.category is UserWarning]) == 1
 
 
 def test_frozen_weights_have_edges(plain, hf):
