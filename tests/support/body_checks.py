@@ -37,7 +37,7 @@ PARIS, EIFFEL, THREE = "The capital of France is", "The Eiffel Tower is in the c
 LONG = " ".join([EIFFEL, "Paris.", PARIS, "Paris.", THREE, "four five six."] * 6)  # several blocks of the KV cache
 ONE = [815]  # a prompt of one token
 PROMPTS = [PARIS, EIFFEL, THREE, LONG, ONE]
-# A block has copies of the names that it uses from outside, so it does not see that a helper binds one anew; a function does.
+# A block has copies of the names that it uses from outside, so a helper that binds one anew is refused there; in a function it is not.
 REBINDS = "changed_in_place__replaced_global"
 _numbers = itertools.count()
 

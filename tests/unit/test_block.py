@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import pickle
+import re
 import sys
 import textwrap
 import traceback
@@ -271,6 +272,128 @@ def test_same_as_plain(source: str) -> None:
     assert left_behind(source, Trace) == left_behind(source, nullcontext)
 
 
+# A function from outside and the block use one variable, and one of them binds it: (the cell, what the error says).
+SHARED = {
+    "read by a function": ("x = 1\ndef f(): return x\nwith trace():\n    x = 2\n    y = f()\n", "f,.* reads 'x'"),
+    "read by a lambda": ("x = 1\nf = lambda: x\nwith trace():\n    x = 2\n    y = f()\n", "reads 'x'"),
+    "read in a comprehension": (
+        "x = 1\ndef f(): return [x for _ in 'ab']\nwith trace():\n    x = 2\n    y = f()\n",
+        "reads 'x'",
+    ),
+    "read by a function that a function calls": (
+        "x = 1\ndef g(): return x\ndef f(): return g()\nwith trace():\n    x = 2\n    y = f()\n",
+        "g,.* reads 'x'",
+    ),
+    "read by a method": (
+        "x = 1\nclass K:\n    def m(self): return x\nk = K()\nwith trace():\n    x = 2\n    y = k.m()\n",
+        "K.m,.* reads 'x'",
+    ),
+    "read by a property": (
+        "x = 1\nclass K:\n    @property\n    def m(self): return x\nk = K()\nwith trace():\n    x = 2\n    y = k.m\n",
+        "K.m,.* reads 'x'",
+    ),
+    "read by a function in a list": (
+        "x = 1\ndef f(): return x\nfs = [f]\nwith trace():\n    x = 2\n    y = fs[0]()\n",
+        "reads 'x'",
+    ),
+    "read by a partial": (
+        "import functools\nx = 1\ndef f(a): return x + a\ng = functools.partial(f, 1)\nwith trace():\n    x = 2\n    y = g()\n",
+        "reads 'x'",
+    ),
+    "bound by a function": (
+        "x = 1\ndef f():\n    global x\n    x = 2\nwith trace():\n    f()\n    y = x\n",
+        "f,.* binds 'x'",
+    ),
+    "bound by both": (
+        "x = 1\ndef f():\n    global x\n    x += 2\nwith trace():\n    x = 5\n    f()\n",
+        "f,.* binds 'x'",
+    ),
+    "an enclosing function's, read": (
+        "def o():\n    x = 1\n    def f(): return x\n    with trace():\n        x = 2\n        y = f()\n    return y\nr = o()\n",
+        "f,.* reads 'x'",
+    ),
+    "an enclosing function's, bound": (
+        "def o():\n    x = 1\n    def f():\n        nonlocal x\n        x = 2\n    with trace():\n        f()\n        y = x\n"
+        "    return y\nr = o()\n",
+        "f,.* binds 'x'",
+    ),
+    "an enclosing function's, read in another one": (
+        "def o():\n    x = 1\n    def f(): return x\n    def g():\n        nonlocal x\n        with trace():\n            x = 2\n"
+        "            y = f()\n        return y\n    return g()\nr = o()\n",
+        "f,.* reads 'x'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "said"), SHARED.values(), ids=SHARED)
+def test_a_variable_that_a_function_and_the_block_share_is_refused(source: str, said: str) -> None:
+    """The block has its own, so one of the two would go on with the old value."""
+    exec_cell(source, trace=nullcontext)
+    with pytest.raises(TraceError, match=said):
+        exec_cell(source, trace=Trace)
+
+
+# Names that are the same, and variables that are not, or that nobody binds anew.
+APART = cells("""
+## a parameter of the function
+x = 1
+def f(x): return x
+with trace():
+    x = 2
+    y = f(3)
+## a local variable of the function
+x = 1
+def f():
+    x = 7
+    return x
+with trace():
+    x = 2
+    y = f()
+## a variable of another function's call
+def make(x):
+    def f(): return x
+    return f
+x = 1
+f = make(1)
+with trace():
+    x = 2
+    y = f()
+## both read it
+x = 1
+def f(): return x
+with trace():
+    y = f() + x
+## a function that is not called
+x = 1
+def f(): return x
+with trace():
+    x = 2
+## a module
+import math
+def f(): return math.floor(1.5)
+with trace():
+    import math
+    y = f()
+## a function of the block
+x = 1
+with trace():
+    def f(): return x
+    x = 2
+    y = f()
+## an attribute of that name
+class K: x = 4
+def f(): return K.x
+with trace():
+    x = 2
+    y = f()
+""")
+
+
+@pytest.mark.parametrize("source", APART.values(), ids=APART)
+def test_variables_that_are_not_shared_are_as_in_python(source: str) -> None:
+    assert left_behind(source, Trace) == left_behind(source, nullcontext)
+
+
 def test_global_and_nonlocal_are_names_of_the_block() -> None:
     source = """
     counter = 1
@@ -496,6 +619,14 @@ def test_leaving_the_block_is_refused_with_its_line(word: str, source: str) -> N
     line = 2 if word == "import *" else 4 if word in ("break ", "break  ") else 3
     with pytest.raises(TraceError, match=rf">:{line}: `{word.strip().replace('*', '.')}"):
         exec_cell(source, trace=Trace)
+
+
+@pytest.mark.parametrize("call", ["locals()", "globals()", "vars()", "dir()"])
+def test_names_of_all_variables_are_refused(call: str) -> None:
+    """In a trace they would lack the caller's: `locals().get("scale", 1.0)` was 1.0."""
+    with pytest.raises(TraceError, match=rf">:3: `{re.escape(call)}` in a trace would show"):
+        exec_cell(f"scale = 2.0\nwith trace():\n    x = 'scale' in {call}\n", trace=Trace)
+    exec_cell("with trace():\n    x = dir(3)\n    def f(): return locals()\n    y = f()\n", trace=Trace)
 
 
 # Which statement

@@ -21,6 +21,7 @@ from torch import nn
 from midstream.errors import TraceError
 from midstream.requests.vectors_and_runs import HeldWeights
 from midstream.trace.code import FunctionProgram
+from midstream.trace.containers import Callers
 from midstream.trace.shipping import ShippedCode, copies, ship, unship
 from midstream.trace.weights import LEAST_BYTES, Weight, on_device
 
@@ -397,6 +398,17 @@ def test_attributes_and_gradients_of_tensors_are_sent() -> None:
     vector.grad = torch.ones(8)
     one, other = loaded(shipped([vector, matrix]))
     assert (one.scale, other.layer) == (3.0, [5]) and other.vector is one and torch.equal(one.grad, vector.grad)
+
+
+def test_a_changed_attribute_of_a_tensor_is_a_change() -> None:
+    """Seen failing: it was lost without a warning."""
+    vector = random_bits(8)
+    callers = Callers({"vector": vector, "other": random_bits(8)})
+    for change in ({"scale": 3.0}, {"scale": 4.0}):
+        before = callers.states()
+        assert callers.changed(before) == []
+        vars(vector).update(change)
+        assert callers.changed(before) == [0]
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])

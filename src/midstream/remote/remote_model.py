@@ -68,6 +68,7 @@ class ServerConnection:
     """
 
     def __init__(self, url: str, *keys: str | None) -> None:
+        self._clients: dict[int, httpx.Client] = {}  # by process: a fork must not share its parent's connections
         self.url = url.rstrip("/").removesuffix("/v1")
         names = ("Authorization", "X-Midstream-Admin")
         forms = ("Bearer {}", "{}")
@@ -76,7 +77,6 @@ class ServerConnection:
         }
         headers["Accept-Encoding"] = "identity"  # a proxy that compresses would hold messages back
         self._settings: Any = {"headers": headers, "timeout": _TIMEOUT, "verify": httpx.create_ssl_context()}
-        self._clients: dict[int, httpx.Client] = {}  # by process: a fork must not share its parent's connections
 
     @property
     def _client(self) -> httpx.Client:
@@ -147,6 +147,10 @@ class ServerConnection:
 
     def close(self) -> None:
         self._client.close()
+
+    def __del__(self) -> None:
+        if (client := self._clients.get(os.getpid())) is not None:
+            client.close()
 
     def _at(self, path: str) -> str:
         return f"{self.url}/v1/{NAME}/{path}"

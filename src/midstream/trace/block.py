@@ -37,6 +37,7 @@ import torch
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.body import save
 from midstream.trace.containers import Callers
+from midstream.trace.outside import check_variables
 from midstream.trace.rewrite import Compiled, compile_body, compile_function, made_again, source_of
 from midstream.trace.saves import Unsaved, is_installed
 
@@ -202,7 +203,9 @@ def capture(frame: FrameType) -> Block:
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
-    return Block(compiled, captured, module, Callers(captured))
+    block = Block(compiled, captured, module, Callers(captured))
+    check_variables(frame, own, block.callers.objects, compiled.reads | compiled.read_first, block.assigned)
+    return block
 
 
 def with_saves(function: FunctionType) -> FunctionType:

@@ -353,7 +353,9 @@ def _version(value: Any) -> Any:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         # A trainable parameter is the caller's own on `LanguageModel`.
-        return 0 if value.is_inference() or (value.requires_grad and value.is_leaf) else value._version
+        is_unknown = value.is_inference() or (value.requires_grad and value.is_leaf)
+        own = object.__getattribute__(value, "__dict__")
+        return 0 if is_unknown else value._version, tuple(own), tuple(own.values())
     if issubclass(kind, np.ndarray) and not value.dtype.hasobject:
         return hash(value.tobytes()) if value.nbytes <= _HASHED_BYTES else None
     if issubclass(kind, np.ndarray) or _module(kind) in sys.stdlib_module_names or is_written_by_caller(kind):

@@ -215,6 +215,11 @@ def _refuse_escapes(node: ast.AST, filename: str, in_loop: bool = False) -> None
             word, node = "async for", node.target
         case ast.ImportFrom(names=[ast.alias(name="*")]):
             word = "import *"
+        case ast.Call(func=ast.Name(id="locals" | "globals" | "vars" | "dir" as name), args=[], keywords=[]):
+            raise TraceError(
+                f"{filename}:{node.lineno}: `{name}()` in a trace would show the trace's variables without the caller's: call it "
+                "before the trace, or name the variables that you need."
+            )
     if word is not None:
         line = getattr(node, "lineno", 0)
         raise TraceError(
