@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +139,51 @@ def test_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -> N
     assert torch.equal(torch.rand(3), expected)
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_default_dtype_that_a_body_sets_is_its_own(steps: Steps) -> None:
+    """Seen failing: the traces of all users that came later had float64, too."""
+    forward = []
+
+    def sets(model: Any, tracer: Any) -> Any:
+        torch.set_default_dtype(torch.float64)
+        first = torch.zeros(1)
+        tracer.next()
+        return first, torch.zeros(1)
+
+    def other(model: Any) -> Any:
+        return model.layers[1].output, torch.zeros(1)
+
+    layer = steps.model.layers[0]
+    layer.register_forward_hook(lambda *_: forward.append(torch.get_default_dtype()))
+    one, two = steps.add("one", sets), steps.add("two", other)
+    steps.step("one", "two")
+    steps.step("one")
+    assert [each.dtype for each in one.result.values["return"]] == [torch.float64] * 2
+    assert two.result.values["return"][1].dtype == torch.float32
+    assert {*forward, torch.get_default_dtype()} == {torch.float32}
+
+
+def test_a_tensor_with_gradients_that_the_body_made_comes_back(steps: Steps) -> None:
+    """Seen failing in an engine's forward: inference tensors have no version."""
+
+    def makes(model: Any) -> Any:
+        model.layers[1].output
+        return torch.nn.Parameter(torch.ones(2))
+
+    body = steps.add("one", makes)
+    steps.step("one")
+    assert body.failure is None and torch.equal(body.result.values["return"], torch.ones(2))
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -147,6 +192,7 @@ def test_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -> N
         functools.partial(torch.inference_mode, False),
         functools.partial(torch.autocast, "cpu", torch.bfloat16),
         functools.partial(torch.device, "meta"),
+        functools.partial(default_dtype, torch.float64),
     ],
 )
 @pytest.mark.parametrize("end", ["dropped", "failed", "gone on with"])

@@ -4,6 +4,8 @@ alone (row U1).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import random
 import signal
@@ -17,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 from recorded import FIND, LENGTH, MODEL, WIDTH, V, found, lowered, model, said, steer
+from torch.overrides import TorchFunctionMode
 
-from midstream.errors import PlanError
+from midstream.errors import PlanError, TraceError
 from midstream.lowering import taping
 from midstream.lowering.functions import with_programs
 from midstream.lowering.tiers import Tier
@@ -403,13 +406,34 @@ def test_each_code_sees_the_process_as_it_began(tmp_path, monkeypatch):
     assert given.tier is Tier.PLAN and given.client_trace.outcome({}, 1).values[RETURNED] == []
 
 
-def test_a_default_dtype_of_the_caller_does_not_reach_code_as_in_the_engine():
-    torch.set_default_dtype(torch.float64)
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
     try:
-        given = found(lambda model: str(torch.get_default_dtype()))
+        yield
     finally:
         torch.set_default_dtype(torch.float32)
-    assert given.client_trace.outcome({}, 1).values[RETURNED] == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (functools.partial(default_dtype, torch.float64), "torch.float64, and a trace's code"),
+        (functools.partial(torch.autocast, "cpu", torch.bfloat16), "torch.autocast is on here"),
+        (Doubling, "Doubling is active here"),
+    ],
+)
+def test_settings_of_the_caller_that_would_not_reach_the_code_are_refused(setting, said):
+    """Seen failing: `torch.zeros(1).dtype` was float32, and a matmul under autocast ran in float32, in silence."""
+    with setting(), pytest.raises(TraceError, match=said):
+        found(lambda model: torch.zeros(1))
+    with torch.device("cpu"):
+        assert found(lambda model: str(torch.get_default_dtype())).tier is Tier.PLAN
 
 
 def test_what_the_code_prints_does_not_come_from_the_recording(capfd):

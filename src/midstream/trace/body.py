@@ -419,7 +419,9 @@ class Body:
             self.saves.put(value, value)
             return value
         saved = self._copy(value) if self.in_engine or self.forward.is_live(value) or _is_small_part(value) else value
-        if value.requires_grad:  # the trace reads the gradient at the tensor itself, not at a copy
+        if (
+            value.requires_grad and not value.is_inference()
+        ):  # the trace reads the gradient at the tensor itself, not at a copy
             if self.saves.put_with_gradient(value, saved):
                 return value
         else:
@@ -463,10 +465,13 @@ _NO_AUTOCAST = tuple((False, torch.get_autocast_dtype(kind)) for kind in _KINDS)
 
 
 class Modes(NamedTuple):
-    """Torch's modes: gradients, inference mode, autocast for each kind of device, and how many Python modes are on the stacks."""
+    """Torch's modes: gradients, inference mode, the default dtype, autocast for each kind of device, and how many Python modes are on
+    the stacks.
+    """
 
     grad: bool
     inference: bool
+    dtype: torch.dtype
     autocast: tuple[tuple[bool, torch.dtype], ...]
     functions: int
     dispatches: int
@@ -480,14 +485,17 @@ class Modes(NamedTuple):
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
             autocast,
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
         )
 
     def put(self) -> None:
-        """Restore gradients and autocast."""
+        """Restore gradients, the default dtype and autocast."""
         torch.set_grad_enabled(self.grad)
+        if self.dtype is not torch.get_default_dtype():
+            torch.set_default_dtype(self.dtype)
         if self.autocast is not _NO_AUTOCAST or torch._C._is_any_autocast_enabled():
             for kind, (on, dtype) in zip(_KINDS, self.autocast, strict=True):
                 torch.set_autocast_enabled(kind, on)

@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 import cloudpickle
 import torch
 from cloudpickle.cloudpickle import _extract_code_globals
+from torch.utils._device import DeviceContext
 
 from midstream.errors import MidstreamError, TraceError
 from midstream.trace.code import BlockProgram, FunctionProgram, TraceProgram, plain_function
@@ -260,8 +261,9 @@ def ship(programs: list[list[TraceProgram]], elsewhere: bool = False) -> Shipped
         elsewhere: whether they run on a machine that has only installed packages. All tensors then go with the code.
 
     Raises:
-        TraceError: names the value that cannot be sent.
+        TraceError: names the value that cannot be sent, or a setting of PyTorch in this process that would not reach the code.
     """
+    _check_settings()
     try:
         return _shipped(programs, _by_value(_own_modules), not elsewhere)
     except Exception as error:
@@ -274,6 +276,25 @@ def ship(programs: list[list[TraceProgram]], elsewhere: bool = False) -> Shipped
                 return replace(_shipped(programs, contextlib.nullcontext(), True), by_name=reason)
         what = "" if found is None else f", {found[0]},"
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
+
+
+def _check_settings() -> None:
+    """Raise TraceError for a setting of this process that changes what PyTorch's operations return: the engine's process lacks it."""
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        raise TraceError(
+            f"The default dtype of this process is {dtype}, and a trace's code runs in another process, where it is torch.float32. Call "
+            "torch.set_default_dtype(torch.float32) before the trace, and give dtype= to the calls that need another."
+        )
+    if torch._C._is_any_autocast_enabled():
+        raise TraceError(
+            "torch.autocast is on here, and does not reach a trace's code, which runs in another process: write "
+            "`with torch.autocast(...):` in the trace, and make the trace outside of it."
+        )
+    modes = [type(each) for each in torch.overrides._get_current_function_mode_stack()]
+    if other := next((kind for kind in modes if kind is not DeviceContext), None):  # that of `set_default_device`
+        raise TraceError(
+            f"{other.__qualname__} is active here, and does not reach a trace's code, which runs in another process: enter it in the trace."
+        )
 
 
 def _shipped(
