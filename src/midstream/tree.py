@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
@@ -40,16 +40,45 @@ def map_tensors(tree: Any, change: Callable[[Ref, Any], Any], at: Ref = ()) -> A
         return change(at, tree)
     if isinstance(tree, (tuple, list)):
         items = [map_tensors(item, change, (*at, i)) for i, item in enumerate(tree)]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _with_items(tree, items)
     if hasattr(tree, "keys") and hasattr(tree, "__getitem__"):
         changed = {name: map_tensors(tree[name], change, (*at, name)) for name in tree.keys()}  # noqa: SIM118
-        if not isinstance(tree, dict) or is_dataclass(tree):  # transformers' ModelOutput, for one
-            return type(tree)(**changed)
-        copied = copy.copy(tree)  # a defaultdict, say, stays one
-        for name, item in changed.items():  # a Counter's `update` would add them
-            copied[name] = item
-        return copied
+        if isinstance(tree, dict) and not is_dataclass(tree):
+            return _with_items(tree, changed)
+        try:
+            return type(tree)(**changed)  # transformers' ModelOutput, for one
+        except TypeError as error:
+            raise TypeError(
+                f"A {type(tree).__name__} cannot be made again with other tensors in it; take a dict instead."
+            ) from error
     return tree
+
+
+def _with_items(tree: Any, items: Any) -> Any:
+    """A container of the class of `tree`, with its attributes and other items. None of the class's own code runs."""
+    kind = type(tree)
+    if kind in (list, tuple, dict):
+        return kind(items)
+    if isinstance(tree, tuple):
+        try:
+            new = tuple.__new__(kind, items)
+        except TypeError:  # a class in C, as those of `torch.max` and of shapes
+            return kind(items)
+    elif isinstance(tree, list):
+        new = list.__new__(kind)
+        list.extend(new, items)
+    else:
+        base: Any = next(each for each in (OrderedDict, defaultdict, dict) if isinstance(tree, each))
+        new = base.__new__(kind)
+        for name, item in items.items():
+            base.__setitem__(new, name, item)
+        if base is defaultdict:
+            new.default_factory = tree.default_factory
+    state = object.__getstate__(tree)  # type: ignore[attr-defined]
+    for own in state if isinstance(state, tuple) else (state,):
+        for name, value in (own or {}).items():
+            object.__setattr__(new, name, value)
+    return new
 
 
 def follow(tree: Any, ref: Ref) -> Any:

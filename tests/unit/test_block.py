@@ -304,6 +304,14 @@ SHARED = {
         "x = 1\ndef f():\n    global x\n    x = 2\nwith trace():\n    f()\n    y = x\n",
         "f,.* binds 'x'",
     ),
+    "a number that the function counts up": (
+        "x = 1\ndef f():\n    global x\n    x += 2\nwith trace():\n    f()\n    y = x\n",
+        "f,.* binds 'x'",
+    ),
+    "a list that is bound anew": (
+        "x = [1]\ndef f():\n    global x\n    x = x + [2]\nwith trace():\n    f()\n    y = [*x]\n",
+        "f,.* binds 'x'",
+    ),
     "bound by both": (
         "x = 1\ndef f():\n    global x\n    x += 2\nwith trace():\n    x = 5\n    f()\n",
         "f,.* binds 'x'",
@@ -392,6 +400,12 @@ with trace():
 @pytest.mark.parametrize("source", APART.values(), ids=APART)
 def test_variables_that_are_not_shared_are_as_in_python(source: str) -> None:
     assert left_behind(source, Trace) == left_behind(source, nullcontext)
+
+
+def test_a_function_may_change_a_shared_object_in_place() -> None:
+    """`x += ...` of a list or a tensor binds the same object again."""
+    source = "x = [1]\ndef f():\n    global x\n    x += [2]\nwith trace():\n    f()\n    y = [*x]\n"
+    assert exec_cell(source, trace=Trace)["y"] == exec_cell(source, trace=nullcontext)["y"] == [1, 2]
 
 
 def test_global_and_nonlocal_are_names_of_the_block() -> None:

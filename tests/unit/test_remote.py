@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -133,6 +134,70 @@ def test_real_looks_into_containers() -> None:
     value, _ = remote(T)
     found = real({"a": [value, 1], "b": (value,)})
     assert torch.equal(found["a"][0], T) and found["a"][1] == 1 and torch.equal(found["b"][0], T)
+
+
+class Tagged(list):
+    def __init__(self, items: Any = (), tag: str = "none") -> None:
+        super().__init__(items)
+        self.tag = tag
+
+    def append(self, item: Any) -> None:
+        raise AssertionError
+
+
+class TaggedTuple(tuple):
+    def __new__(cls, items: Any, tag: str = "none") -> Any:
+        made = super().__new__(cls, items)
+        made.tag = tag
+        return made
+
+
+class Slotted(list):
+    __slots__ = ("tag",)
+
+
+class Doubling(dict):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, [value, value])
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: int = 0
+
+
+class Counting(Pair):
+    def __new__(cls, a: Any, b: int = 0) -> Any:
+        return super().__new__(cls, a, b + 1)
+
+
+def test_mapping_tensors_keeps_containers_of_other_classes_as_they_are() -> None:
+    """Seen failing: classes were called anew, so attributes were lost, and what their methods do was done twice."""
+    slotted = Slotted([T])
+    slotted.tag = "x"
+    named = OrderedDict(b=T)
+    named["a"] = 1
+    given = [
+        Tagged([T], tag="x"),
+        TaggedTuple([T], tag="x"),
+        slotted,
+        Doubling(a=T),
+        Counting(T, 5),
+        defaultdict(list, a=T),
+        named,
+        T.max(0),
+        torch.Size([1]),
+        Pair(T),
+    ]
+    found = map_tensors(given, lambda _, t: t + 1)
+    assert [type(each) for each in found] == [type(each) for each in given]
+    tagged, in_tuple, in_slot, doubled, counted, factory, ordered, largest, size, pair = found
+    assert tagged.tag == in_tuple.tag == in_slot.tag == "x" and counted.b == 6 and pair.b == 0 and size == (1,)
+    assert factory["new"] == [] and list(ordered) == ["b", "a"] and torch.equal(largest.values, T.max(0).values + 1)
+    each = [tagged[0], in_tuple[0], in_slot[0], doubled["a"], counted.a, factory["a"], ordered["b"], pair.a]
+    assert all(torch.equal(one, T + 1) for one in each)
+    with pytest.raises(TypeError, match="A mappingproxy cannot be made again"):
+        map_tensors(MappingProxyType({"a": T}), lambda _, t: t)
 
 
 def test_mapping_tensors_keeps_a_counter() -> None:

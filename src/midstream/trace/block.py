@@ -26,22 +26,32 @@ import functools
 import linecache
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
-from types import CellType, CodeType, FrameType, FunctionType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.body import save
 from midstream.trace.containers import Callers
-from midstream.trace.outside import check_variables
-from midstream.trace.rewrite import Compiled, compile_body, compile_function, made_again, source_of
-from midstream.trace.saves import Unsaved, is_installed
+from midstream.trace.rewrite import Compiled, codes_in, compile_body, compile_function, made_again, source_of
+from midstream.trace.saves import Unsaved, closure_of, is_installed, is_written_by_caller
 
 _UNBOUND = object()
+_NESTED = ".<locals>."  # in the qualified name of a function that is defined in another one
+_IN_PLACE = (
+    torch.Tensor,
+    np.ndarray,
+    list,
+    dict,
+    set,
+    deque,
+)  # `x += y` changes these, and leaves the name with the same object
 Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
 # Line, and column in UTF-8 bytes. The column is None under `python -X no_debug_ranges`.
 Position = tuple[int, int | None]
@@ -204,7 +214,7 @@ def capture(frame: FrameType) -> Block:
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
     block = Block(compiled, captured, module, Callers(captured))
-    check_variables(frame, own, block.callers.objects, compiled.reads | compiled.read_first, block.assigned)
+    _check_variables(frame, own, block.callers.objects, compiled.reads | compiled.read_first, block.assigned)
     return block
 
 
@@ -253,6 +263,104 @@ def _withs(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[ast.W
         if isinstance(node, ast.With):
             yield node, class_name
         yield from _withs(node, node.name if isinstance(node, ast.ClassDef) else class_name)
+
+
+# Variables that a block shares with functions from outside. It has its own, which begin with the caller's values, so neither sees what the
+# other one binds:
+#
+#     def scaled(h): return h * scale     # reads the caller's `scale`
+#
+#     with model.trace(prompt):
+#         scale = 2                       # binds the block's
+#         h = scaled(model.layers_output[3]).save()
+
+
+def _check_variables(
+    frame: FrameType, own: frozenset[str], objects: Iterable[Any], read: frozenset[str], bound: frozenset[str]
+) -> None:
+    """Raise TraceError if a function binds a variable of the frame that a block uses, or reads one that the block binds.
+
+    Args:
+        own: the names that are local to the frame.
+        objects: the caller's, which the block can reach.
+        read, bound: the names that the block reads, and binds.
+    """
+    for function in _functions(objects):
+        reads, binds, changes = _used_from_outside(function.__code__)
+        for name in sorted((reads & bound) | ((binds | changes) & (read | bound))):
+            if not _is_of_frame(name, function, frame, own):
+                continue
+            if name not in bound | binds and isinstance(_value_of(name, frame), _IN_PLACE):
+                continue
+            what, its = f"{function.__qualname__}, which the trace can call,", function.__name__
+            if name in binds | changes:
+                raise TraceError(
+                    f"{what} binds {name!r}, and the trace uses {name!r}, too. A trace has variables of its own, and does not see what "
+                    f"other code binds: let {its} return the value, or keep it in a list, a dict or an attribute."
+                )
+            raise TraceError(
+                f"{what} reads {name!r}, and the trace binds {name!r}. A trace has variables of its own, so {its} would see the value "
+                f"from before the trace: give {its} the value as an argument, or take another name in the trace."
+            )
+
+
+def _functions(objects: Iterable[Any]) -> Iterator[FunctionType]:
+    """The functions among the objects, and those in classes among them or in classes of theirs."""
+    seen = set[type]()
+    for value in objects:
+        if type(value) is FunctionType:
+            yield value
+        for kind in value.__mro__ if issubclass(type(value), type) else type(value).__mro__:
+            if kind in seen:
+                continue
+            seen.add(kind)
+            for member in vars(kind).values() if is_written_by_caller(kind) else ():
+                parts = (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "func")))
+                yield from (each for each in parts if type(each) is FunctionType)
+
+
+@functools.lru_cache(maxsize=4096)
+def _used_from_outside(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names of globals and of outer functions' variables that the code and the functions in it read, those that they bind, and those
+    that they change by `+=` and its kind.
+    """
+    read, bound, changed = set[str](), set[str](), set[str]()
+    for part in codes_in(code):
+        before = ""
+        for each in dis.get_instructions(part):
+            is_outer = "GLOBAL" in each.opname or each.opname == "LOAD_NAME"
+            if is_outer or ("DEREF" in each.opname and each.argval in code.co_freevars):
+                is_changed = before.endswith("=") and each.opname.startswith("STORE_")
+                (read if each.opname.startswith("LOAD_") else changed if is_changed else bound).add(each.argval)
+            before = each.argrepr if each.opname == "BINARY_OP" else ""
+    return frozenset(read), frozenset(bound), frozenset(changed)
+
+
+def _is_of_frame(name: str, function: FunctionType, frame: FrameType, own: frozenset[str]) -> bool:
+    """Whether a function's variable from outside is the frame's variable of that name. Modules do not count."""
+    code = function.__code__
+    here = _value_of(name, frame)
+    if type(here) is ModuleType:
+        return False
+    if name in code.co_freevars:
+        is_same = here is closure_of(function).get(name, _UNBOUND)
+        return name in own and is_same and _is_beside(name, code, frame.f_code)
+    return name not in own and function.__globals__.get("__name__") == frame.f_globals.get("__name__")
+
+
+def _value_of(name: str, frame: FrameType) -> Any:
+    return frame.f_locals.get(name, frame.f_globals.get(name, _UNBOUND))
+
+
+def _is_beside(name: str, code: CodeType, of_frame: CodeType) -> bool:
+    """Whether the variable of a function around `code` can be one of the frame, or of a function around both."""
+    for around in codes_in(of_frame):
+        inner = [each for each in around.co_consts if isinstance(each, CodeType)]
+        if any(each.co_qualname == code.co_qualname and each.co_firstlineno == code.co_firstlineno for each in inner):
+            return around is of_frame or name in around.co_freevars
+    outermost = of_frame.co_qualname.split(_NESTED)[0]
+    is_near = code.co_filename == of_frame.co_filename and code.co_qualname.startswith(outermost + _NESTED)
+    return is_near and name in of_frame.co_freevars
 
 
 # Skipping the body.
