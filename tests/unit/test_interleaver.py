@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch_settings import default_dtype
 
 from midstream.errors import OutOfOrderError
 from midstream.trace.batch_rows import FlatRows
@@ -137,16 +138,6 @@ def test_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -> N
     assert body.done == (end == "it runs on")
     steps.interleaver.discard("one")
     assert torch.equal(torch.rand(3), expected)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_a_default_dtype_that_a_body_sets_is_its_own(steps: Steps) -> None:

@@ -4,7 +4,6 @@ alone (row U1).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import random
@@ -20,6 +19,7 @@ import pytest
 import torch
 from recorded import FIND, LENGTH, MODEL, WIDTH, V, found, lowered, model, said, steer
 from torch.overrides import TorchFunctionMode
+from torch_settings import default_dtype
 
 from midstream.errors import PlanError, TraceError
 from midstream.lowering import taping
@@ -406,18 +406,9 @@ def test_each_code_sees_the_process_as_it_began(tmp_path, monkeypatch):
     assert given.tier is Tier.PLAN and given.client_trace.outcome({}, 1).values[RETURNED] == []
 
 
-class Doubling(TorchFunctionMode):
+class Watching(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +416,7 @@ def default_dtype(dtype):
     [
         (functools.partial(default_dtype, torch.float64), "torch.float64, and a trace's code"),
         (functools.partial(torch.autocast, "cpu", torch.bfloat16), "torch.autocast is on here"),
-        (Doubling, "Doubling is active here"),
+        (Watching, "Watching is active here"),
     ],
 )
 def test_settings_of_the_caller_that_would_not_reach_the_code_are_refused(setting, said):

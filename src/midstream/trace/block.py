@@ -39,19 +39,21 @@ import torch
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.body import save
 from midstream.trace.containers import Callers
-from midstream.trace.rewrite import Compiled, codes_in, compile_body, compile_function, made_again, source_of
+from midstream.trace.rewrite import (
+    GLOBAL_OPS,
+    Compiled,
+    codes_in,
+    compile_body,
+    compile_function,
+    made_again,
+    source_of,
+)
 from midstream.trace.saves import Unsaved, closure_of, is_installed, is_written_by_caller
 
 _UNBOUND = object()
 _NESTED = ".<locals>."  # in the qualified name of a function that is defined in another one
-_IN_PLACE = (
-    torch.Tensor,
-    np.ndarray,
-    list,
-    dict,
-    set,
-    deque,
-)  # `x += y` changes these, and leaves the name with the same object
+# `x += y` changes objects of these classes, and the name keeps its object.
+_IN_PLACE = (torch.Tensor, np.ndarray, list, dict, set, deque)
 Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
 # Line, and column in UTF-8 bytes. The column is None under `python -X no_debug_ranges`.
 Position = tuple[int, int | None]
@@ -265,8 +267,8 @@ def _withs(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[ast.W
         yield from _withs(node, node.name if isinstance(node, ast.ClassDef) else class_name)
 
 
-# Variables that a block shares with functions from outside. It has its own, which begin with the caller's values, so neither sees what the
-# other one binds:
+# Variables that a block shares with functions from outside. A block has variables of its own, which begin with the caller's values. So the
+# function does not see what the block binds, and the block does not see what the function binds:
 #
 #     def scaled(h): return h * scale     # reads the caller's `scale`
 #
@@ -305,7 +307,7 @@ def _check_variables(
 
 
 def _functions(objects: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions among the objects, and those in classes among them or in classes of theirs."""
+    """The functions among the objects, and the methods of the caller's classes: those among the objects, and those of the objects."""
     seen = set[type]()
     for value in objects:
         if type(value) is FunctionType:
@@ -328,8 +330,7 @@ def _used_from_outside(code: CodeType) -> tuple[frozenset[str], frozenset[str], 
     for part in codes_in(code):
         before = ""
         for each in dis.get_instructions(part):
-            is_outer = "GLOBAL" in each.opname or each.opname == "LOAD_NAME"
-            if is_outer or ("DEREF" in each.opname and each.argval in code.co_freevars):
+            if each.opname in GLOBAL_OPS or ("DEREF" in each.opname and each.argval in code.co_freevars):
                 is_changed = before.endswith("=") and each.opname.startswith("STORE_")
                 (read if each.opname.startswith("LOAD_") else changed if is_changed else bound).add(each.argval)
             before = each.argrepr if each.opname == "BINARY_OP" else ""
@@ -353,7 +354,7 @@ def _value_of(name: str, frame: FrameType) -> Any:
 
 
 def _is_beside(name: str, code: CodeType, of_frame: CodeType) -> bool:
-    """Whether the variable of a function around `code` can be one of the frame, or of a function around both."""
+    """Whether the variable that `code` takes from a function around it belongs to the frame, or to a function around both of them."""
     for around in codes_in(of_frame):
         inner = [each for each in around.co_consts if isinstance(each, CodeType)]
         if any(each.co_qualname == code.co_qualname and each.co_firstlineno == code.co_firstlineno for each in inner):

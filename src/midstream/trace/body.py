@@ -419,9 +419,8 @@ class Body:
             self.saves.put(value, value)
             return value
         saved = self._copy(value) if self.in_engine or self.forward.is_live(value) or _is_small_part(value) else value
-        if (
-            value.requires_grad and not value.is_inference()
-        ):  # the trace reads the gradient at the tensor itself, not at a copy
+        if value.requires_grad and not value.is_inference():
+            # The trace reads the gradient at the tensor itself, not at a copy.
             if self.saves.put_with_gradient(value, saved):
                 return value
         else:

@@ -22,7 +22,8 @@ from midstream.errors import SourceUnavailableError, TraceError
 from midstream.memory import without_collections
 
 INJECTED = frozenset({"__save__", "__backward__", "__steps__", "__builtins__"})
-_GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
+# Instructions that use a variable of the module.
+GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ def compile_body(node: ast.With, index: int, class_name: str | None, frame_code:
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
     instructions = chain.from_iterable(map(dis.get_instructions, codes_in(code)))
-    reads = frozenset(each.argval for each in instructions if each.opname in _GLOBAL_OPS)
+    reads = frozenset(each.argval for each in instructions if each.opname in GLOBAL_OPS)
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
     return Compiled(code, target, reads - outer, read_first - outer, tuple(statements))
